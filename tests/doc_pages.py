@@ -1,4 +1,4 @@
-"""Code blocks of the pages of the docs."""
+"""Pages of the docs and their code blocks."""
 
 import pathlib
 import re

@@ -1,7 +1,7 @@
-"""Seconds that files of tests and runs of ranks take: written by a tier, and read for the order.
+"""Durations of test files and multi-rank runs: recorded by a tier and used to order tests.
 
-`build/durations.tsv` is written; `tests/durations.tsv` is the one of a quiet machine, a copy, which
-is read: files that take longest come first, so that all workers end together.
+A tier writes `build/durations.tsv`. A copy from a quiet machine, `tests/durations.tsv`, decides the
+order of the tests: the longest files run first, so that all workers end together.
 """
 
 import collections
@@ -13,11 +13,12 @@ from harness.runs import TIMES
 ROOT = pathlib.Path(__file__).parents[1]
 KEPT = ROOT / "tests/durations.tsv"
 WRITTEN = ROOT / "build/durations.tsv"
-PARTS = ("start", "first_step", "rest")  # of a run of ranks, in seconds: harness/rank.py
+PHASES = ("start", "first_step", "rest")
+"""Timed phases of a run. `harness/rank.py` records them in seconds."""
 
 
 def kept():
-    """Return a dict of the seconds that each file of tests takes; empty without a table."""
+    """Return the seconds of each test file as a dict. It is empty if the table is missing."""
     if not KEPT.exists():
         return {}
     rows = [line.split("\t") for line in KEPT.read_text("utf-8").splitlines()]
@@ -25,10 +26,10 @@ def kept():
 
 
 class Durations:
-    """A plugin of pytest: adds up what tests take, file by file.
+    """Pytest plugin that records the duration of each test file and run.
 
     Args:
-        folder: a function that returns where the runs' times are, a path.
+        folder: Function without arguments that returns the path of the folder of runs.
     """
 
     def __init__(self, folder):
@@ -52,9 +53,9 @@ class Durations:
         WRITTEN.write_text("\n".join(lines) + "\n", "utf-8")
 
     def _runs(self):
-        """Return a row for each run: what rank 0 took of it, longest first."""
+        """Return a table with rank 0's seconds in each run, longest run first."""
         path = self.folder() / TIMES
         runs = [json.loads(line) for line in path.open()] if path.exists() else []
-        runs.sort(key=lambda run: -sum(run[part] for part in PARTS))
-        rows = [(run["name"], *(f"{run[part]:.1f}" for part in (*PARTS, "cpu"))) for run in runs]
-        return [("run", *PARTS, "processor"), *rows] if rows else []
+        runs.sort(key=lambda run: -sum(run[part] for part in PHASES))
+        rows = [(run["name"], *(f"{run[part]:.1f}" for part in (*PHASES, "cpu"))) for run in runs]
+        return [("run", *PHASES, "processor"), *rows] if rows else []

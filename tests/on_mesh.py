@@ -1,4 +1,4 @@
-"""Tests whose body runs in a process with a mesh of a few devices, and what they train there."""
+"""Tests that run in a process with a mesh of a few devices, and small models for them."""
 
 import functools
 
@@ -12,12 +12,12 @@ from harness.networks import translation_model
 from tests.shared_runs import on_ranks
 
 ROWS, SOURCE_LENGTH, TARGET_LENGTH, HIDDEN, VOCAB_SIZE = 8, 12, 16, 32, 62
-# Elements of the residual streams.
+# Number of elements of the encoder's and the decoder's hidden states.
 SOURCE, TARGET = ROWS * SOURCE_LENGTH * HIDDEN, ROWS * TARGET_LENGTH * HIDDEN
 
 
 def on_mesh(function):
-    """Make a test of a function that is run outside of a job, and may `start` meshes."""
+    """Turn a function into a test that starts without a job and may `start` meshes."""
 
     @functools.wraps(function)
     def body():
@@ -29,7 +29,7 @@ def on_mesh(function):
 
 
 def start(data_parallel=1, model_parallel=2, **fields):
-    """Start a mesh of as many devices as there are shards: each takes its time to compile."""
+    """Start a mesh with exactly one device per shard, to save compile time."""
     fields = {"data_parallel": data_parallel, "model_parallel": model_parallel, **fields}
     config = dtransformer.TransformerOpParallelConfig(**fields)
     devices = data_parallel * model_parallel * config.context_parallel
@@ -66,7 +66,7 @@ def batch(rows=ROWS, s=SOURCE_LENGTH, t=TARGET_LENGTH):
 def trainer_of(model, optimizer=None, **options):
     trainer = Trainer(model)
     loss = CrossEntropyLoss(0.1, ignore_id=0)
-    # AdamW's update of every weight on every device takes longer to trace than all the rest.
+    # AdamW is avoided because tracing its updates takes longer than everything else.
     optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
     trainer.compile(optimizer, loss, **options)
     return trainer
@@ -81,7 +81,7 @@ def losses(trainer, steps=3, **shape):
 
 @functools.cache
 def losses_alone():
-    """The losses of a network without a mesh; ask before one is started."""
+    """Return the losses of a network without a mesh. Call it before a mesh starts."""
     return losses(trainer_of(network()))
 
 
@@ -93,7 +93,7 @@ def report_after_a_step(model_options=None, **fields):
 
 
 def sent_by(report, layer):
-    """The layer's collectives as a sorted list of (pass, kind, elements)."""
+    """Return a layer's collectives as a sorted list of (pass, kind, elements)."""
     return sorted(
         ("backward" if c.backward else "forward", c.kind, c.elements)
         for c in report.of_layer(layer)

@@ -23,7 +23,7 @@ def run_page(page, small, parsed_only=()):
     Args:
         page: Path of the page.
         small: Dict of replacements that keep a test fast.
-        parsed_only: Texts; a command that contains one of them is not run.
+        parsed_only: Tuple of strings. A command that contains one of them is not run.
 
     Returns:
         The names that the Python blocks defined.

@@ -1,7 +1,7 @@
-"""Runs that several test files share: ranks are started once for all of them.
+"""Multi-rank runs that several test files share, so that ranks start only once.
 
-A test says which runs it reads with the mark `runs`; the fixture `ranks_of` starts all that the
-chosen tests read, in one launch for each number of ranks, when the first result is asked for.
+The mark `runs` lists the runs that a test reads. When a test requests the first result, the fixture
+`ranks_of` starts the runs of all selected tests, with one launch for each number of ranks.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from harness.launch import HOROVODRUN
 from harness.layouts import ALONE
 from harness.runs import Run, launch_runs
 
-# What reads the checkpoints of all layouts: in a launch after those that save.
+# Tasks that read the checkpoints of all layouts. They run in a second launch, after all saves.
 LATER = (
     "tests.distributed.tasks.checkpoints:restore_the_others",
     "tests.distributed.tasks.other_shards:restore_all",
@@ -31,9 +31,9 @@ def each(runs, long=(), reads=lambda run: ()):
     """Parametrize a test by `run`.
 
     Args:
-        runs: list of the runs' names.
-        long: those of them that belong to the long suite.
-        reads: a function of a run's name that returns what is read besides.
+        runs: List of run names.
+        long: Run names that belong to the long suite.
+        reads: Function from a run name to the names of other runs that the test reads.
     """
     return pytest.mark.parametrize(
         "run",
@@ -48,13 +48,13 @@ def each(runs, long=(), reads=lambda run: ()):
 
 
 def on_ranks(layout):
-    """Make a test of a function: every rank of a layout calls it, and none may raise.
+    """Turn a function into a test that every rank of a layout runs without an exception.
 
     Args:
-        layout: its name.
+        layout: Name of the layout.
     """
 
-    def test_of(function):
+    def make_test(function):
         tasks = vars(sys.modules[function.__module__]).setdefault("TASKS", {})
         tasks[function.__name__] = function
         name = f"{function.__module__}:{function.__name__}/{layout}"
@@ -66,22 +66,22 @@ def on_ranks(layout):
         test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
 
-    return test_of
+    return make_test
 
 
 def read_by(items):
-    """Return the names of all runs that tests read, each once."""
+    """Return the names of all runs that tests read, without duplicates."""
     marks = [mark for item in items for mark in item.iter_markers("runs")]
     return list(dict.fromkeys(name for mark in marks for name in mark.args))
 
 
 class SharedRuns:
-    """What the ranks of runs give; the workers of pytest-xdist share it.
+    """Results of multi-rank runs, shared by the workers of pytest-xdist.
 
     Args:
-        folder: where results are, the same for all workers.
-        names: of all runs.
-        options: list of further arguments of harness/rank.py.
+        folder: Folder of results, the same for all workers.
+        names: Names of all runs.
+        options: List of additional arguments of harness/rank.py.
     """
 
     def __init__(self, folder, names, options=()):
@@ -90,16 +90,16 @@ class SharedRuns:
         self._runs = [Run.of(name) for name in names]
 
     def __contains__(self, name):
-        """Return whether a test that was chosen reads a run."""
+        """Return whether a selected test reads a run."""
         return Run.of(name) in self._runs
 
     def __call__(self, name):
-        """Return what each rank of a run gives, a list of dicts."""
+        """Launch a run if necessary and return a list with the result dict of each rank."""
         run = Run.of(name)
         assert name in self, f"mark the test with pytest.mark.runs({name!r})"
         if run.layout.ranks > 1 and not HOROVODRUN.exists():
             pytest.skip(needs_horovod.kwargs["reason"])
-        self._launch(_start(ALONE))  # first: other layouts load what one process has saved
+        self._launch(_start(ALONE))  # other layouts load its checkpoints
         self._launch(_start(run.layout))
         if run.task in LATER:
             self._launch(_start(run.layout, run.task))
@@ -108,19 +108,19 @@ class SharedRuns:
         return run.read(self.folder)
 
     def _launch(self, start):
-        """Launch all runs of a start, unless they have ended.
+        """Launch all unfinished runs of a start.
 
-        While another worker does that, this one launches what is left of the others.
+        While another worker launches them, launch the remaining runs of other starts.
         """
         if self._launch_if_free(start, waits=start == _start(ALONE)):
             return
-        others = {_start(run.layout) for run in self._runs} - {start, _start(ALONE)}
-        for other in sorted(others):
-            self._launch_if_free(other)
+        other_starts = {_start(run.layout) for run in self._runs} - {start, _start(ALONE)}
+        for other_start in sorted(other_starts):
+            self._launch_if_free(other_start)
         self._launch_if_free(start, waits=True)
 
     def _launch_if_free(self, start, waits=False):
-        """As `_launch`; return whether nobody else was at it."""
+        """Launch all runs of a start unless another worker does. Return whether none does."""
         runs = [run for run in self._runs if _start(run.layout, run.task) == start]
         with _locked(self.folder / f"{start}.lock", waits) as is_free:
             if is_free and runs:
@@ -129,14 +129,14 @@ class SharedRuns:
 
 
 def _start(layout, task=""):
-    """Return a name of the processes that a layout needs, and when a task may begin."""
+    """Return a key for runs that one launch can execute together."""
     name = "alone" if layout.ranks == layout.devices == 1 else f"{layout.ranks}-ranks"
     return name + "-later" * (task in LATER)
 
 
 @contextlib.contextmanager
 def _locked(path, waits):
-    """Let one process of several in at a time; give whether this one is, which else does not wait."""
+    """Lock a file and yield whether this process has the lock. Only wait for it if `waits`."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
@@ -149,10 +149,10 @@ def _locked(path, waits):
 def shared_folder(tmp_path_factory):
     """Return a folder that is the same for all workers of pytest-xdist.
 
-    In the one that DTRANSFORMER_RUNS names, runs that have ended are not started again.
+    The environment variable DTRANSFORMER_RUNS overrides it. Finished runs there are reused.
     """
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs"
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"
     folder = pathlib.Path(os.environ.get("DTRANSFORMER_RUNS", folder)).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

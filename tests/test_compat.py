@@ -1,7 +1,7 @@
-"""Promise: each private name of TensorFlow and Keras is used in one folder, and does what it did.
+"""Promise: only `dtransformer/_compat` uses private names of TensorFlow and Keras, and they work.
 
-When a test here fails after an update of theirs, `dtransformer/_compat` says what the name
-is for, and what may have made it unnecessary.
+If a test fails after an update, `dtransformer/_compat` explains the purpose of the name and how to
+avoid it.
 """
 
 import ast
@@ -30,25 +30,24 @@ COMPAT = pathlib.Path(_compat.__file__).parent
 PACKAGE = COMPAT.parent
 PRIVATE_MODULES = ("keras.src", "tensorflow.python", "tensorflow.dtensor", "horovod.common")
 NAMEDTUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public, despite their names
-# What subclasses of a Keras class override or read of themselves, and nobody else does. Keras'
-# own subclasses do the same. Unnecessary with public hooks: a variable class that says where its
-# value lies, and a trainer whose step is its own.
+# Private names that only subclasses of a Keras class override or read on `self`, as subclasses in
+# Keras do. Public hooks for the storage of variables and for custom steps would replace them.
 SUBCLASS_HOOKS = {
     keras.Variable: (
         "_direct_assign",  # writes the value
-        "_dtype",  # what it is stored in; `dtype` is what computations see
-        "_initialize_with_initializer",  # makes the value
-        "_maybe_autocast",  # casts a value that is read
-        "_shape",  # known before the value is made
-        "_value",  # None, where the value lies elsewhere
+        "_dtype",  # dtype of the stored value; `dtype` may be autocast
+        "_initialize_with_initializer",  # creates the value
+        "_maybe_autocast",  # casts the value on read
+        "_shape",  # known before the value exists
+        "_value",  # `None` if the value is stored elsewhere
     ),
     keras.layers.Layer: (
-        "_non_trainable_variables",  # its own, without those of the layers inside of it
-        "_track_variable",  # adds a variable of another class than `add_weight` makes
+        "_non_trainable_variables",  # without variables of sublayers
+        "_track_variable",  # adds a variable of a custom class
         "_trainable_variables",
     ),
     keras.Model: (
-        "_compile_metrics",  # the metrics given to `compile`, as one
+        "_compile_metrics",  # container of the metrics given to `compile`
     ),
 }
 HOOKS = {name for names in SUBCLASS_HOOKS.values() for name in names}
@@ -60,7 +59,7 @@ def trees():
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def trees_of_the_folder():
+def compat_trees():
     return [ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.glob("of_*.py")]
 
 
@@ -71,7 +70,7 @@ def private_attributes(tree):
 
 
 def defined_names(trees):
-    """The names of functions, classes, variables and own attributes that the package makes."""
+    """Return the names of functions, classes, variables and attributes that the package defines."""
     names = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -79,16 +78,16 @@ def defined_names(trees):
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if is_own(node):
+            if is_on_self(node):
                 names.add(node.attr)
     return names
 
 
-def is_own(attribute):
+def is_on_self(attribute):
     return ast.unparse(attribute.value) in ("self", "cls", "super()")
 
 
-# --- Nothing private past the one folder. ---
+# --- Private names outside of _compat. ---
 
 
 def test_no_private_module_is_imported():
@@ -105,37 +104,37 @@ def test_no_private_module_is_imported():
                 )
 
 
-def test_no_private_attribute_of_others_is_used():
-    found = trees()
-    ours = defined_names(found.values())
-    theirs = {node.attr for tree in trees_of_the_folder() for node in private_attributes(tree)}
-    for path, tree in found.items():
+def test_no_foreign_private_attribute_is_used():
+    trees_by_path = trees()
+    package_names = defined_names(trees_by_path.values())
+    private_names = {node.attr for tree in compat_trees() for node in private_attributes(tree)}
+    for path, tree in trees_by_path.items():
         for node in private_attributes(tree):
-            if is_own(node) and (node.attr in HOOKS or node.attr in ours):
+            if is_on_self(node) and (node.attr in HOOKS or node.attr in package_names):
                 continue
-            assert node.attr in NAMEDTUPLES or node.attr in ours - theirs - HOOKS, (
+            assert node.attr in NAMEDTUPLES or node.attr in package_names - private_names - HOOKS, (
                 f"{path}:{node.lineno} uses {ast.unparse(node)}, which the package does not "
                 "define: use a function of dtransformer/_compat"
             )
         for node in ast.walk(tree):  # getattr and the like
-            assert not (isinstance(node, ast.Constant) and node.value in theirs), (
+            assert not (isinstance(node, ast.Constant) and node.value in private_names), (
                 f"{path}:{node.lineno} names {node.value!r}: use a function of dtransformer/_compat"
             )
 
 
-def test_the_folder_has_nothing_that_is_not_used():
+def test_compat_has_no_unused_names():
     text = "\n".join(path.read_text(encoding="utf-8") for path in trees())
-    body = [node for tree in trees_of_the_folder() for node in tree.body]
-    given = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    given += [one.name for node in body if isinstance(node, ast.ImportFrom)
-              for one in node.names if one.asname]  # fmt: skip
-    unused = [name for name in given if name[0] != "_" and f"_compat.{name}" not in text]
+    body = [node for tree in compat_trees() for node in tree.body]
+    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    names += [alias.name for node in body if isinstance(node, ast.ImportFrom)
+              for alias in node.names if alias.asname]  # fmt: skip
+    unused = [name for name in names if name[0] != "_" and f"_compat.{name}" not in text]
     assert unused == []
     hooks = [name for name in HOOKS if not re.search(rf"\b(self|super\(\)|def )\.?{name}\b", text)]
     assert hooks == []
 
 
-# --- Keras: what subclasses override. ---
+# --- Keras: hooks of subclasses. ---
 
 
 def test_hooks_of_variables():
@@ -163,12 +162,12 @@ def test_hooks_of_variables():
     ],
 )
 def test_hooks_exist(kind, make):
-    made = make()
-    missing = [name for name in SUBCLASS_HOOKS[kind] if not hasattr(made, name)]
+    instance = make()
+    missing = [name for name in SUBCLASS_HOOKS[kind] if not hasattr(instance, name)]
     assert missing == []
 
 
-def test_a_variable_of_another_class_is_tracked():
+def test_layers_track_custom_variable_classes():
     layer = keras.layers.Layer()
     for trainable in (True, False):
         layer._track_variable(keras.Variable(1.0, trainable=trainable))
@@ -200,7 +199,7 @@ def test_stateless_value():
 
 
 class Probe(keras.layers.Layer):
-    """Calls a function while it computes."""
+    """Layer that calls a function in its `call` and stores the result."""
 
     def __init__(self, function, **kwargs):
         super().__init__(**kwargs)
@@ -234,7 +233,7 @@ def test_autocast():
     assert _compat.autocast(layer.weight, tf.zeros([2])).dtype == tf.float32
 
 
-def test_an_optimizer_knows_a_flat_shard_by_its_key():
+def test_optimizers_identify_shards_by_variable_key():
     owners = [keras.Variable(np.ones(4, "float32"), name=name) for name in ("a", "b")]
     assert len({_compat.variable_key(owner.value) for owner in owners}) == 2
     flat = [ParameterProxy(owner, (2,)) for owner in owners]
@@ -244,17 +243,17 @@ def test_an_optimizer_knows_a_flat_shard_by_its_key():
     optimizer.apply([tf.ones([2])], [flat[1]])
     np.testing.assert_array_equal(flat[1].unbind(), [0.0, 0.0])
     momenta = [v.numpy().tolist() for v in optimizer.variables if v.shape == (2,)]
-    assert momenta == [[0, 0], [-1, -1]], "the state of the other stays"
+    assert momenta == [[0, 0], [-1, -1]], "the state of the other shard must not change"
 
 
 def test_optimizer_states():
     weights = [keras.Variable(np.ones(2, "float32")) for _ in range(3)]
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(weights)
-    found = _compat.optimizer_states(optimizer)
-    assert found["iterations"] is optimizer.iterations
-    assert found["learning_rate"] is optimizer.learning_rate
-    lists = {name: value for name, value in found.items() if isinstance(value, list)}
+    states = _compat.optimizer_states(optimizer)
+    assert states["iterations"] is optimizer.iterations
+    assert states["learning_rate"] is optimizer.learning_rate
+    lists = {name: value for name, value in states.items() if isinstance(value, list)}
     assert [v.shape for v in lists.pop("momentums")] == [(2,)] * 3
     assert not lists
     adam = keras.optimizers.AdamW()
@@ -297,8 +296,8 @@ def test_to_snake_case():
         assert re.fullmatch(rf"{_compat.to_snake_case(kind.__name__)}(_\d+)?", name), name
 
 
-def test_an_optimizer_clips_by_its_public_attributes():
-    """The optimizer step takes them away while it updates shards."""
+def test_optimizers_clip_by_public_attributes():
+    """The sharded optimizer removes them while it updates shards."""
     weight = keras.Variable(np.zeros(1, "float32"))
     optimizer = keras.optimizers.SGD(1.0, clipvalue=0.5)
     optimizer.apply([tf.constant([4.0])], [weight])
@@ -321,7 +320,7 @@ def test_with_cardinality():
     watch = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: steps.append(watch.params))
     with pytest.warns(UserWarning, match="ran out of data"):
         model.fit(data, verbose=0, callbacks=[watch])
-    assert steps[0]["steps"] == 7, "Keras reads it"
+    assert steps[0]["steps"] == 7, "Keras must read the cardinality"
 
 
 def test_expect_many_traces():
@@ -340,49 +339,51 @@ def test_expect_many_traces():
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    assert any("retracing" in text for text in texts), "there is nothing to silence any more"
+    assert any("retracing" in text for text in texts), (
+        "TensorFlow no longer warns, so remove expect_many_traces"
+    )
 
 
 def test_called_by_shapes(monkeypatch):
     Pair = collections.namedtuple("Pair", ["second", "first"])
-    seen = []
+    shapes = []
 
-    def compute(same, given, pair, none):
-        seen.append(given["b"].shape)
-        return {"z": same[0] + given["b"], "a": pair.first - 2.0 * pair.second + given["a"]}
+    def compute(same, inputs, pair, none):
+        shapes.append(inputs["b"].shape)
+        return {"z": same[0] + inputs["b"], "a": pair.first - 2.0 * pair.second + inputs["a"]}
 
     traced = tf.function(compute, autograph=False)
     fast = _compat.called_by_shapes(traced)
     for size in (2, 3, 2, 3, 2):
-        given = {"b": tf.random.normal([size]), "a": tf.random.normal([size])}
+        inputs = {"b": tf.random.normal([size]), "a": tf.random.normal([size])}
         same, pair = [tf.random.normal([1])], Pair(tf.random.normal([]), tf.random.normal([]))
-        found, expected = fast(same, given, pair, None), compute(same, given, pair, None)
-        seen.pop()
-        tf.nest.map_structure(np.testing.assert_allclose, found, expected)
-    assert seen == [(2,), (3,)]
+        result, expected = fast(same, inputs, pair, None), compute(same, inputs, pair, None)
+        shapes.pop()
+        tf.nest.map_structure(np.testing.assert_allclose, result, expected)
+    assert shapes == [(2,), (3,)]
     monkeypatch.setattr(tf.config, "functions_run_eagerly", lambda: True)
-    assert fast(same, given, pair, None)["z"].shape == (2,)
+    assert fast(same, inputs, pair, None)["z"].shape == (2,)
 
 
 def test_call_of_function():
-    """While a function waits, it is the same call; it is none where Python computes."""
-    full = tf.queue.FIFOQueue(1, "int32")
-    take, main, found = tf.function(full.dequeue), threading.main_thread().ident, []
+    """A waiting function is reported as the same call. Python code is reported as `None`."""
+    fifo = tf.queue.FIFOQueue(1, "int32")
+    dequeue, main, calls = tf.function(fifo.dequeue), threading.main_thread().ident, []
 
-    def look():
+    def observe():
         for _ in range(100):
-            found.append(_compat.call_of_function(main))
+            calls.append(_compat.call_of_function(main))
             time.sleep(0.02)
-            if len(found) > 5 and found[-1] is not None and found[-1] == found[-3]:
+            if len(calls) > 5 and calls[-1] is not None and calls[-1] == calls[-3]:
                 break
-        full.enqueue(1)
+        fifo.enqueue(1)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=observe)
     thread.start()
-    take()
+    dequeue()
     thread.join()
-    (_, place) = found[-1]
-    assert "tests/test_compat.py, line" in place and found[-1] == found[-2]
+    (_, place) = calls[-1]
+    assert "tests/test_compat.py, line" in place and calls[-1] == calls[-2]
     assert _compat.call_of_function(main) is None
 
 
@@ -394,7 +395,7 @@ def test_is_on_a_tape():
         assert _compat.is_on_a_tape([other, x + 1]) and not _compat.is_on_a_tape([other])
 
 
-def test_functions_can_be_looked_up():
+def test_function_lookup_by_name():
     inner = tf.function(lambda x: tf.reshape(x, [6]) + 1.0, autograph=False)
     outer = tf.function(lambda x: inner(x) * 2.0, autograph=False)
     concrete = outer.get_concrete_function(tf.TensorSpec([2, 3]))
@@ -412,7 +413,7 @@ def test_functions_can_be_looked_up():
         _compat.function_def("no_such_function")
 
 
-def test_a_built_layer_takes_weights_again():
+def test_take_weights_unlocks_a_built_layer():
     class Late(keras.layers.Layer):
         is_here = False
 
@@ -430,7 +431,7 @@ def test_a_built_layer_takes_weights_again():
     assert layer.weights
 
 
-def test_a_layer_is_replaced_and_its_weights_are_gone():
+def test_replace_layer_removes_the_old_weights():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
     outer = keras.Model(model.inputs, model.outputs)
     outer.head = keras.layers.Dense(1)
@@ -452,37 +453,39 @@ def test_constants_are_copied():
 
     with _compat.constants_are_copied():
         assert captures() == 0
-    assert captures() == 1, "TensorFlow copies constants by itself now, or it stays patched"
+    assert captures() == 1, (
+        "TensorFlow copies constants without the patch now, or the patch remains active"
+    )
 
 
 def test_captures_are_replaced():
-    kept = tf.constant([1.0, 2.0])
-    read = lambda: tf.function(lambda: kept * 2.0, autograph=False)().numpy().tolist()
+    captured = tf.constant([1.0, 2.0])
+    compute = lambda: tf.function(lambda: captured * 2.0, autograph=False)().numpy().tolist()
     with _compat.captures_replaced(lambda tensor: tensor + 1.0):
         pass
-    assert read() == [2.0, 4.0], "it stays patched"
+    assert compute() == [2.0, 4.0], "the patch remains active"
     other = tf.constant([3.0, 4.0])
     with _compat.captures_replaced(lambda tensor: other):
-        assert read() == [6.0, 8.0]
+        assert compute() == [6.0, 8.0]
 
 
-def test_xla_is_known_where_it_compiles():
-    found = []
+def test_is_compiled_by_xla():
+    flags = []
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled(x):
-        inner = tf.function(lambda y: found.append(_compat.is_compiled_by_xla()) or y)
+        inner = tf.function(lambda y: flags.append(_compat.is_compiled_by_xla()) or y)
         return tf.cond(x > 0, lambda: inner(x), lambda: x)
 
     compiled(tf.constant(1.0))
-    tf.function(lambda: found.append(_compat.is_compiled_by_xla()), autograph=False)()
-    assert found == [True, False]
+    tf.function(lambda: flags.append(_compat.is_compiled_by_xla()), autograph=False)()
+    assert flags == [True, False]
 
 
-def test_a_function_keeps_what_its_gradient_reads():
-    """And not all arguments, as with `tf.custom_gradient`; gradients are those that it says."""
+def test_with_gradient_saves_only_tensors_that_the_gradient_reads():
+    """`tf.custom_gradient` saves all arguments."""
 
-    def halved(custom):
+    def outputs_and_gradients(custom):
         @tf.function(autograph=False)
         def inner(x, y):
             return custom(x + 1.0, y)
@@ -497,44 +500,45 @@ def test_a_function_keeps_what_its_gradient_reads():
         x = tf.constant([3.0, 5.0])
         graph = gradients.get_concrete_function(x, x).graph
         calls = [op for op in graph.get_operations() if op.type == "PartitionedCall"]
-        return [len(op.outputs) for op in calls], [one.numpy().tolist() for one in gradients(x, x)]
+        return [len(op.outputs) for op in calls], [
+            gradient.numpy().tolist() for gradient in gradients(x, x)
+        ]
 
     formula = lambda x, y: (x * y, lambda dy: (0.5 * dy, y * dy))
-    ours = lambda x, y: _compat.with_gradient(formula, [x, y])
+    with_gradient = lambda x, y: _compat.with_gradient(formula, [x, y])
     expected = [[0.5, 0.5], [3.0, 5.0]]
-    # A result and y, which the gradient reads, forward; two gradients backward.
-    assert halved(ours) == ([2, 2], expected)
-    assert halved(tf.custom_gradient(formula)) == ([4, 2], expected)
+    # The forward function also outputs y for the gradient. The backward function outputs two gradients.
+    assert outputs_and_gradients(with_gradient) == ([2, 2], expected)
+    assert outputs_and_gradients(tf.custom_gradient(formula)) == ([4, 2], expected)
     x = tf.constant([3.0, 5.0])
     with tf.GradientTape() as tape:
         tape.watch(x)
-        result = tf.function(ours)(x, x)
+        result = tf.function(with_gradient)(x, x)
     assert tape.gradient(result, x).numpy().tolist() == [3.5, 5.5]
 
 
-def test_functions_of_a_forgotten_context_are_deleted_without_a_complaint(monkeypatch):
-    complaints = []
-    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+def test_forget_context_allows_deleting_old_functions(monkeypatch):
+    errors = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
     counts = of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS
 
     def delete_a_forgotten_function():
         concrete = tf.function(lambda: tf.zeros([]), autograph=False).get_concrete_function()
         assert concrete() == 0
-        of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS.clear()  # as a new context has none
+        of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS.clear()  # a new context has none
         del concrete
         gc.collect()
 
     for forgets in (False, True):
         monkeypatch.setattr(of_tensorflow.atomic_function, "RUNTIME_FUNCTION_REFS", dict(counts))
-        complaints.clear()
+        errors.clear()
         if forgets:
             _compat.forget_context()
         delete_a_forgotten_function()
-        assert bool(complaints) != forgets
+        assert bool(errors) != forgets
 
 
-def test_what_outlives_a_mesh_is_forgotten(monkeypatch):
-    """That a second mesh works then, tests/distributed/mesh_checks.py shows."""
+def test_forget_context_clears_caches_of_the_mesh(monkeypatch):
     monkeypatch.setattr(
         of_tensorflow.atomic_function,
         "RUNTIME_FUNCTION_REFS",
@@ -551,16 +555,16 @@ def test_what_outlives_a_mesh_is_forgotten(monkeypatch):
     assert of_tensorflow.api._dtensor_singleton is None
 
 
-def test_long_errors_are_read():
-    """As TensorFlow reads them, by tags, in a time that does not grow with the square."""
-    odd = "of {{node a}}{{function_node __f_1}} }} and {{odd {{node c}} end"
-    texts = ["", "none", "{{node a/b}}", odd]
+def test_read_long_errors_is_fast_and_equal():
+    """Results equal the results of TensorFlow, in linear instead of quadratic time."""
+    unbalanced = "of {{node a}}{{function_node __f_1}} }} and {{odd {{node c}} end"
+    texts = ["", "none", "{{node a/b}}", unbalanced]
     expected = [error_interpolation.parse_message(text) for text in texts]
-    found_before = error_interpolation._INTERPOLATION_PATTERN
+    pattern_before = error_interpolation._INTERPOLATION_PATTERN
     try:
         _compat.read_long_errors()
         assert [error_interpolation.parse_message(text) for text in texts] == expected
-        long = "%1 = {a} " * 10**5  # an hour in TensorFlow's own way
+        long = "%1 = {a} " * 10**5  # TensorFlow needs an hour
         assert error_interpolation.parse_message(long)[0] == long
     finally:
-        error_interpolation._INTERPOLATION_PATTERN = found_before
+        error_interpolation._INTERPOLATION_PATTERN = pattern_before

@@ -1,4 +1,4 @@
-"""Promise: the example's picture of losses counts steps, also of a run that was resumed."""
+"""Promise: the example plots losses by step, also for resumed runs."""
 
 import importlib.util
 import pathlib
@@ -16,7 +16,7 @@ def curves():
     return module
 
 
-def test_steps_that_a_resumed_run_repeats_count_once(curves):
+def test_repeated_steps_of_a_resumed_run_count_once(curves):
     """A run stops after step 5 and resumes from the checkpoint of step 3."""
     steps = [1, 2, 3, 4, 5, 4, 5, 6]
     lines = [{"kind": "step", "step": step, "step_loss": i} for i, step in enumerate(steps)]
@@ -25,6 +25,6 @@ def test_steps_that_a_resumed_run_repeats_count_once(curves):
     assert result == ([1, 2, 3, 4, 5, 6], [0, 1, 2, 5, 6, 7])
 
 
-def test_a_point_is_at_the_last_step_of_its_mean(curves):
+def test_smoothed_points_are_at_the_last_step_of_their_mean(curves):
     steps, losses = [10, 20, 30, 40, 50], [1.0, 3.0, 5.0, 7.0, 2.0]
     assert curves.smooth(steps, losses, 2) == ([20, 40, 50], [2.0, 6.0, 2.0])

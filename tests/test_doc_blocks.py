@@ -1,6 +1,6 @@
-"""What the docs show can be pasted: Python runs from a page's first line on, commands are parsed.
+"""Promise: code in the docs works as pasted: Python runs, commands and configs are valid.
 
-A page's blocks run one after the other. The page on checkpoints continues the README's example.
+The Python blocks of a page run in order. The page on checkpoints continues the README's example.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.doc_pages import EXAMPLE, ROOT, blocks, doc_pages, page_name, replace
 
 PAGES = [*doc_pages(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 README = ROOT / "README.md"
-# What is as small as a test needs it. Each has to be there.
+# Page -> replacements that keep it fast. Each old text must exist on the page.
 SMALL = {
     "README.md": EXAMPLE,
     "checkpoints.md": {"epochs=10": "epochs=2"},
@@ -41,63 +41,67 @@ SMALL = {
     "memory.md": {"select": "select"},
     "models.md": {"30522": "60", "768": "24", "num_layers=12": "num_layers=1"},
 }
-# Blocks that one process cannot run: their names and arguments are compared with the code.
-COMPILED = {
-    ("generation.md", "intra_op_parallelism"): "it has to be said before the first tensor",
-    ("training.md", "simple_evaluate"): "the harness is a package of its own",
-    ("pipeline.md", "timeline"): "one process is no pipeline; tests/distributed/ has such runs",
+# (page, text of a block) -> reason not to run the block. Only its names are compared with the code.
+NOT_RUN = {
+    ("generation.md", "intra_op_parallelism"): "it must be set before the first tensor",
+    ("training.md", "simple_evaluate"): "the harness is a separate package",
+    ("pipeline.md", "timeline"): "a pipeline needs several processes; tests/distributed/ covers it",
 }
-# Commands that are not ours, and scripts of the reader's own.
-OTHERS = {"lm_eval", "train.py", "layout.py", "score.py", "x.py", "hosts.txt", "git+URL"}
+# Commands of other packages, and names of files that the reader writes.
+FOREIGN_NAMES = {"lm_eval", "train.py", "layout.py", "score.py", "x.py", "hosts.txt", "git+URL"}
 
 
 def run(page, namespace, small=None):
-    """Run a page's Python, its numbers replaced; return what it has defined."""
-    for number, code in enumerate(blocks(page, "python")):
+    """Run a page's Python blocks with the replacements `small` and return their namespace."""
+    for i, code in enumerate(blocks(page, "python")):
         code = replaced(code, small or {})
-        tree = compile(code, f"{page.name}, block {number + 1}", "exec", ast.PyCF_ONLY_AST)
-        if any(page.name == name and text in code for name, text in COMPILED):
+        tree = compile(code, f"{page.name}, block {i + 1}", "exec", ast.PyCF_ONLY_AST)
+        if any(page.name == name and text in code for name, text in NOT_RUN):
             check_names(tree)
         else:
-            exec(compile(tree, f"{page.name}, block {number + 1}", "exec"), namespace)
+            exec(compile(tree, f"{page.name}, block {i + 1}", "exec"), namespace)
     return namespace
 
 
 def check_names(tree):
-    """Fail where a trainer has no such method, or a module no such name."""
+    """Fail if an attribute of `trainer` or an imported module does not exist."""
     from dtransformer import Trainer
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "trainer":
             assert hasattr(Trainer, node.attr)
         if isinstance(node, ast.Import):
-            for name in {x.name for x in node.names} - OTHERS:
+            for name in {x.name for x in node.names} - FOREIGN_NAMES:
                 importlib.import_module(name)
 
 
 @functools.cache
 def first_example():
-    """Run the README's example; return its names, with held-out batches."""
+    """Run the README's example and return its names and `dev_batches`."""
     names = run(README, {}, SMALL["README.md"])
     return {**names, "dev_batches": names["batches"]}
 
 
-def llama(folder):
-    """Write a small Llama with a tokenizer that `prepare` reads."""
+def write_llama(folder):
+    """Write a small Llama with a tokenizer for `prepare`."""
     from dtransformer.datasets import SubwordTokenizer
     from dtransformer.models import CausalLM, save_pretrained
 
     tokenizer = SubwordTokenizer.train(["A question and an answer."] * 3, 40)
-    form = {"positions": "rotary", "norm": "rms_norm", "gated": True, "use_bias": False}
+    options = {"positions": "rotary", "norm": "rms_norm", "gated": True, "use_bias": False}
     network = CausalLM(
-        *(tokenizer.vocab_size, 16, 2), num_layers=1, hidden_act="silu", embedding_scale=1.0, **form
+        *(tokenizer.vocab_size, 16, 2),
+        num_layers=1,
+        hidden_act="silu",
+        embedding_scale=1.0,
+        **options,
     )
     network.build()
     save_pretrained(network, folder, "llama", tokenizer=tokenizer)
 
 
-def files_of(page):
-    """Make the files that a page takes for given, and run its commands that write others."""
+def write_page_files(page):
+    """Write the files that a page expects, and run its `prepare` commands."""
     text = "It is a good day.\n\nWe read it again.\n\n" * 12
     if page == "data.md":
         pathlib.Path("books").mkdir()
@@ -111,7 +115,7 @@ def files_of(page):
         options = ["--devices", "1", "--device", "h100", "--global-batch", "8"]
         assert cli.main(["plan", "--model", "bert-base", *options, "--yaml", "plan.yaml"]) == 0
     elif page in ("fine-tuning.md", "models.md", "migrating-fine-tuning.md"):
-        llama("models/llama-3.2-1b")
+        write_llama("models/llama-3.2-1b")
         line = json.dumps({"prompt": "A question", "answer": " and an answer."}) + "\n"
         pathlib.Path("answers.jsonl").write_text(line * 8)
     elif page == "patterns.md":
@@ -120,8 +124,8 @@ def files_of(page):
         code = replaced(code, SMALL.get(page, {}))
         for words in commands(code):
             if words[:2] == ["dtransformer", "prepare"]:
-                found = [str(x) for word in words for x in glob(word)]
-                assert cli.main(found[1:]) == 0
+                expanded = [str(x) for word in words for x in glob(word)]
+                assert cli.main(expanded[1:]) == 0
 
 
 def glob(word):
@@ -130,13 +134,13 @@ def glob(word):
 
 @pytest.fixture
 def own_families():
-    """A page's own family of published models is forgotten after it."""
+    """Remove families of pretrained models that a page registers."""
     from dtransformer.models.pretrained.families import FAMILIES
 
-    known = dict(FAMILIES)
+    before = dict(FAMILIES)
     yield
     FAMILIES.clear()
-    FAMILIES.update(known)
+    FAMILIES.update(before)
 
 
 # tests/test_tutorials.py runs the pages of subfolders with their commands and files.
@@ -151,8 +155,8 @@ def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
     path = next(path for path in PAGES if path.name == page)
     text = path.read_text("utf-8")
     small = SMALL.get(page, {})
-    assert all(old in text for old in small), f"SMALL of {page} names what is not there"
-    files_of(page)
+    assert all(old in text for old in small), f"SMALL replaces texts that {page} does not contain"
+    write_page_files(page)
     if page == "README.md":
         first_example()
     elif page == "checkpoints.md":
@@ -169,7 +173,7 @@ def test_patterns_have_twenty_lines():
 
 
 def commands(code):
-    """Return the words of each command of a block of shell."""
+    """Return the words of each command in a shell block."""
     lines = code.replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
@@ -185,12 +189,12 @@ SHOWN = [
 @pytest.mark.parametrize(
     "page, words", SHOWN, ids=lambda x: x if isinstance(x, str) else " ".join(x)
 )
-def test_commands_are_such(page, words, monkeypatch):
+def test_commands_and_options_exist(page, words, monkeypatch):
     check_command(words, monkeypatch)
 
 
 def check_command(words, monkeypatch):
-    """Fail where a command is not one, or has other options."""
+    """Fail if a command or one of its options does not exist."""
     words = list(words)
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # an environment variable
         del words[0]
@@ -206,24 +210,24 @@ def check_command(words, monkeypatch):
     elif name == "make":
         check_make(words[1:])
     elif name == "horovodrun":
-        check_command(after_horovodruns_options(words[1:]), monkeypatch)
+        check_command(strip_horovodrun_options(words[1:]), monkeypatch)
     elif name in ("python", "python3"):
         check_script(words[1:], monkeypatch)
     elif name == "pip":
         check_extras(words)
-    elif name != "curl":  # which fetches the sample
-        assert (ROOT / name).exists(), f"{name} is no command that the docs may show"
+    elif name != "curl":  # downloads of samples
+        assert (ROOT / name).exists(), f"{name} is not a known command"
 
 
 def check_make(words):
     text = (ROOT / "Makefile").read_text("utf-8")
     for word in words:
-        variable, given, _ = word.partition("=")
-        kind = rf"^{variable} [?]?:?=|\({variable}\)" if given else rf"^{variable}:"
-        assert re.search(kind, text, re.MULTILINE), f"make has no {word}"
+        variable, value, _ = word.partition("=")
+        kind = rf"^{variable} [?]?:?=|\({variable}\)" if value else rf"^{variable}:"
+        assert re.search(kind, text, re.MULTILINE), f"the Makefile does not define {word}"
 
 
-def after_horovodruns_options(words):
+def strip_horovodrun_options(words):
     while words[0].startswith("-"):
         assert words[0] in ("-np", "-H", "--gloo"), words[0]
         words = words[1:] if words[0] == "--gloo" else words[2:]
@@ -231,20 +235,20 @@ def after_horovodruns_options(words):
 
 
 def check_script(words, monkeypatch):
-    """Parse a script's arguments as it does itself, and run it no further."""
+    """Run a script until it parses its arguments, and fail if an argument is unknown."""
     if words[0] == "-m":
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
     script, *options = words
-    if script in OTHERS:
+    if script in FOREIGN_NAMES:
         return
-    assert (ROOT / script).exists(), f"there is no {script}"
+    assert (ROOT / script).exists(), f"{script} does not exist"
 
     class Parsed(Exception):
         pass
 
     def parse(parser, args=None, namespace=None):
-        _, others = parser.parse_known_args(args, namespace)
-        assert not others, f"{script} has no {others}"
+        _, unknown = parser.parse_known_args(args, namespace)
+        assert not unknown, f"{script} does not know {unknown}"
         raise Parsed
 
     def error(parser, message):
@@ -267,14 +271,14 @@ def check_extras(words):
 
 
 @pytest.mark.parametrize("page", [page_name(page) for page in PAGES if blocks(page, "yaml")])
-def test_configs_are_such(page, tmp_path):
+def test_configs_are_valid(page, tmp_path):
     for code in blocks(next(path for path in PAGES if page_name(path) == page), "yaml"):
         (tmp_path / "mine.yaml").write_text(code)
         config.load_config(tmp_path / "mine.yaml")
 
 
 def test_inline_commands_are_parsed():
-    """`dtransformer …` in a sentence, too, where it is whole."""
+    """Check commands such as `dtransformer train` in running text, if they are complete."""
     wrong = []
     for page in PAGES:
         for code in re.findall(

@@ -1,4 +1,4 @@
-"""What the docs say of the code: the files they name, and the way of a batch through them."""
+"""Promise: the docs match the code: files, names, generated tables, examples and walks."""
 
 import ast
 import doctest
@@ -20,55 +20,54 @@ MAX_STATIONS = 10
     "page", [page_name(page) for page in PAGES if ">>> " in page.read_text("utf-8")]
 )
 @pytest.mark.tensorflow
-def test_examples(page, tmp_path, monkeypatch):
-    """They do what the page says, one after the other."""
+def test_doctests_of_pages_pass(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     path = str(ROOT / "docs" / page)
-    found = doctest.testfile(path, module_relative=False, optionflags=flags, encoding="utf-8")
-    assert found.attempted and not found.failed
+    results = doctest.testfile(path, module_relative=False, optionflags=flags, encoding="utf-8")
+    assert results.attempted and not results.failed
 
 
-def test_files_that_docs_name_exist():
+def test_files_named_in_docs_exist():
     wrong = [
         f"{page_name(page)}: {name}"
         for page in PAGES
         for name in FILE.findall(page.read_text("utf-8"))
         if not any((folder / name).exists() for folder in (ROOT, PACKAGE))
     ]
-    assert not wrong, "\n".join(["there is no such file:", *wrong])
+    assert not wrong, "\n".join(["these files do not exist:", *wrong])
 
 
 def walks():
-    """Return the stations of each walk in docs/architecture.md: (file, function)."""
+    """Return the `{title: [(file, function), ...]}` dict of the walks in docs/architecture.md."""
     text = (ROOT / "docs/architecture.md").read_text("utf-8").split("\n## The three walks")[1]
     parts = text.split("\n## ")[0].split("\n### ")[1:]
     return {part.split("\n", 1)[0]: STATION.findall(part) for part in parts}
 
 
-def test_three_walks():
-    """From `fit` to the weights' update a batch goes through few functions, and each once."""
+def test_walks_of_the_architecture_page_name_existing_functions():
+    """Each walk from `fit` to the update of weights has few functions and repeats none."""
     assert len(walks()) == 3
     for name, stations in walks().items():
         assert 3 <= len(stations) <= MAX_STATIONS, f"{name}: {len(stations)} stations"
-        assert len(set(stations)) == len(stations), f"{name} comes back: {stations}"
+        assert len(set(stations)) == len(stations), f"{name} repeats a function: {stations}"
         for file, function in stations:
-            assert definition(file, function), f"{name}: there is no {function} in {file}"
+            assert definition(file, function), f"{name}: {file} does not define {function}"
 
 
 def definition(file, function):
-    """Return the node that defines a function or method of a file, or None."""
+    """Return the AST node of a function or method of a file, or `None`."""
     node = ast.parse((PACKAGE / file).read_text("utf-8"))
     for part in function.split("."):
-        inside = [n for n in node.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
-        node = next((n for n in inside if n.name == part), None)
+        definitions = [n for n in node.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
+        node = next((n for n in definitions if n.name == part), None)
         if node is None:
             return None
     return node
 
 
 def load_script(name):
-    """Return a module of docs/."""
+    """Import a script of docs/."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -86,13 +85,13 @@ def test_command_line_page_matches_the_code():
 
 
 @pytest.mark.tensorflow
-def test_table_of_families_matches_the_code():
+def test_model_table_matches_the_code():
     script = load_script("model_table")
     assert script.PAGE.read_text("utf-8") == script.page(), "run python -m docs.model_table"
 
 
 def shown_names():
-    """Yield what docs and examples import of the package: (module, name)."""
+    """Yield (module, name) for every import from the package in docs and examples."""
     scripts = [path.read_text("utf-8") for path in ROOT.glob("examples/**/*.py")]
     blocks = re.compile(r"^```python\n(.*?)^```$|^>>> (from [^\n]*)$", re.MULTILINE | re.DOTALL)
     pages = [page.read_text("utf-8") for page in PAGES]
@@ -102,22 +101,22 @@ def shown_names():
             yield from ((node.module, name.name) for name in node.names)
 
 
-def test_the_reference_has_every_name_that_is_shown():
-    """Of a module of the reference, or on its own where a file of the package has its name, too."""
+def test_reference_lists_every_name_used_in_docs_and_examples():
+    """A name that is also a file of the package needs a separate page of the reference."""
     pages = [page.read_text("utf-8") for page in ROOT.glob("docs/api/*.md")]
     listed = {name for page in pages for name in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
     missing = set()
     for module, name in shown_names():
         path = PACKAGE.parent / module.replace(".", "/")
         names_file = (path / f"{name}.py").exists() or (path / name).is_dir()
-        homes = [f"{module}.{name}", f"{module}.search"] if names_file else [module]
-        if listed.isdisjoint(homes):
+        api_names = [f"{module}.{name}", f"{module}.search"] if names_file else [module]
+        if listed.isdisjoint(api_names):
             missing.add(f"{module}.{name}")
-    assert not missing, f"docs/api/ has no page of {sorted(missing)}"
+    assert not missing, f"docs/api/ does not list {sorted(missing)}"
 
 
 @pytest.mark.tensorflow
-def test_glossary_has_the_logical_axes():
+def test_glossary_lists_the_logical_axes():
     from dtransformer.parallel.mesh.axis_rules import LOGICAL_AXES
 
     text = (ROOT / "docs/glossary.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The examples in docstrings say what happens."""
+"""Promise: the examples in docstrings run and print the documented results."""
 
 import doctest
 import functools
@@ -15,21 +15,21 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
 
 ROOT = pathlib.Path(dtransformer.__file__).parent
-# What an example may use besides its own module's names.
+# Names that examples may use in addition to the names of their module.
 NAMES = {"dtransformer": dtransformer, "keras": keras, "np": np, "tf": tf}
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
-def with_examples():
-    """Return the names of the modules that have examples."""
+def modules_with_examples():
+    """Return the names of all modules with examples."""
     paths = [path for path in ROOT.rglob("*.py") if ">>> " in path.read_text("utf-8")]
     names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in paths]
     return sorted(name.removesuffix(".__init__") for name in names)
 
 
 @functools.cache
-def trained():
-    """Return a small trainer that has trained, for the examples of its methods, and its data."""
+def trained_names():
+    """Return a small trained trainer and its data, for examples of trainer methods."""
     texts = np.random.default_rng(0).integers(4, 50, (8, 6))
     inputs, labels = texts[:, :-1], texts[:, 1:]
     trainer = dtransformer.Trainer(CausalLM(50, hidden_size=8, num_heads=2, num_layers=1))
@@ -39,16 +39,18 @@ def trained():
     return {"trainer": trainer, "data": data, "inputs": inputs}
 
 
-@pytest.mark.parametrize("name", with_examples())
-def test_examples(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_docstring_examples_pass(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    runner, told = doctest.DocTestRunner(optionflags=FLAGS), []
+    runner, output = doctest.DocTestRunner(optionflags=FLAGS), []
     finder = doctest.DocTestFinder(exclude_empty=True)
     for test in finder.find(importlib.import_module(name), extraglobs=NAMES):
-        assert "+SKIP" not in test.docstring, f"{test.name}: show what can be run, or no '>>>'"
+        assert "+SKIP" not in test.docstring, (
+            f"{test.name}: remove '>>>' or make the example runnable"
+        )
         source = "".join(example.source for example in test.examples)
         if "trainer." in source and "trainer =" not in source:
-            test.globs = {**trained(), **test.globs}
-        runner.run(test, out=told.append)
+            test.globs = {**trained_names(), **test.globs}
+        runner.run(test, out=output.append)
     assert runner.tries, f"{name} has '>>>' in its source, but no docstring with an example"
-    assert not runner.failures, "".join(told)
+    assert not runner.failures, "".join(output)

@@ -1,4 +1,4 @@
-"""Promise: the examples run as their first lines say, here for a moment each."""
+"""Promise: the examples run as documented in their first lines."""
 
 import json
 import os
@@ -20,15 +20,15 @@ FOLDER = EXAMPLES / "language_model"
 
 def run(*command):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment
     )
-    assert not done.returncode, done.stdout + done.stderr
-    return done.stdout
+    assert not process.returncode, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.mark.long
-def test_language_models_from_scratch(tmp_path, monkeypatch):
+def test_language_model_examples_train_and_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(FOLDER / "embedded_text.py", "--sentences", 3000)
     for name in ("gpt", "bert", "experts"):
@@ -47,7 +47,7 @@ def test_language_models_from_scratch(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_t5_that_translates(tmp_path, monkeypatch):
+def test_t5_learns_to_translate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("-m", "dtransformer.cli", "prepare", "--embedded", "--out", "data/embedded")
     train = ["-m", "dtransformer.cli", "train", "--config", EXAMPLES / "t5" / "translate.yaml"]
@@ -57,7 +57,7 @@ def test_a_t5_that_translates(tmp_path, monkeypatch):
     assert from_pretrained("models/t5").arguments["positions"] == "relative"
 
 
-# The files and the models of the examples of records -> ours, of tests/runs/small_records.py.
+# Data file of an example -> (records, model) of tests/runs/small_records.py.
 SMALL = {
     "chat": ("chat", "llama"),
     "pairs": ("pairs", "llama"),
@@ -67,20 +67,20 @@ SMALL = {
     "numbers": ("numbers", "bert"),
     "queries": ("queries", "bert"),
 }
-OF_RECORDS = sorted([*EXAMPLES.glob("chat/*.yaml"), *EXAMPLES.glob("labels/*.yaml")])
+RECORD_CONFIGS = sorted([*EXAMPLES.glob("chat/*.yaml"), *EXAMPLES.glob("labels/*.yaml")])
 SETTINGS = ["training.batch_size=4", "training.epochs=1", "training.precision=float32"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with small files and models by the names that the examples have for theirs."""
+def data_folder(tmp_path_factory):
+    """Return a folder with small files and models under the names that the examples use."""
     folder = tmp_path_factory.mktemp("examples")
     write(folder)
     (folder / "data").mkdir()
     (folder / "models").mkdir()
-    for name, (own, _) in SMALL.items():
+    for name, (source, _) in SMALL.items():
         for part in ("", "_dev"):
-            shutil.copy(folder / f"{own}.jsonl", folder / f"data/{name}{part}.jsonl")
+            shutil.copy(folder / f"{source}.jsonl", folder / f"data/{name}{part}.jsonl")
     shutil.copytree(folder / "llama", folder / "models/llama-3.2-1b-instruct")
     network = MaskedLM(290, hidden_size=16, num_heads=2, num_layers=1, max_length=128)
     network.build()
@@ -89,27 +89,27 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("path", OF_RECORDS, ids=lambda path: path.stem)
-def test_configs_of_records_are_read_as_they_are(path, place, monkeypatch, capsys):
-    monkeypatch.chdir(place)
+@pytest.mark.parametrize("path", RECORD_CONFIGS, ids=lambda path: path.stem)
+def test_dry_runs_of_record_configs_succeed(path, data_folder, monkeypatch, capsys):
+    monkeypatch.chdir(data_folder)
     sizes = ["data.length=64", "training.batch_size=4"]
-    if path.stem == "preference":  # whose model is the run of another example
+    if path.stem == "preference":  # its model comes from another example
         sizes.append("model.from=models/llama-3.2-1b-instruct")
     assert main(["train", "--config", str(path), "--dry-run", "--set", *sizes]) == 0
     assert "Records (train): " in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_configs_of_records_train(place, monkeypatch):
-    """The preference comes after what it begins with."""
-    monkeypatch.chdir(place)
-    for path in OF_RECORDS:
+def test_record_configs_train(data_folder, monkeypatch):
+    """The files are sorted, so the preference example finds the model of the chat example."""
+    monkeypatch.chdir(data_folder)
+    for path in RECORD_CONFIGS:
         command = ["train", "--config", str(path), "--set", *SETTINGS, "data.length=64"]
         assert main(command) == 0, path
 
 
 @pytest.mark.long
-def test_long_sequences(tmp_path, monkeypatch):
+def test_long_context_example_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed = run(EXAMPLES / "long_context" / "train.py", "--length", 256, "--steps", 3)
     assert "activations" in printed

@@ -1,10 +1,10 @@
-"""What imports leave of Python's search for garbage."""
+"""Promise: imports pause Python's garbage collection and enable it again."""
 
 import subprocess
 import sys
 
 
-def test_nothing_is_searched_while_tensorflow_is_imported_and_all_is_afterwards():
+def test_garbage_collection_is_off_only_during_imports():
     program = """
 import gc
 import dtransformer
@@ -12,5 +12,5 @@ before = gc.get_stats()[2]["collections"]
 import dtransformer.start
 print(gc.isenabled(), gc.get_stats()[2]["collections"] - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "0"], done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.stdout.split() == ["True", "0"], process.stderr

@@ -1,4 +1,4 @@
-"""Promise: what is installed for GPUs is what TensorFlow takes, by make and in the image."""
+"""Promise: make and the container image install the CUDA libraries that TensorFlow requires."""
 
 import importlib.metadata
 import pathlib
@@ -13,32 +13,40 @@ IMAGE = (ROOT / "Dockerfile.gpu").read_text("utf-8")
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.M))
 
 
-def cuda_of_tensorflow():
-    """Return what `tensorflow[and-cuda]` asks for besides TensorFlow."""
-    every = map(Requirement, importlib.metadata.requires("tensorflow"))
-    return [one for one in every if one.marker and "and-cuda" in str(one.marker)]
+def cuda_requirements():
+    """Return the additional requirements of `tensorflow[and-cuda]`."""
+    requirements = map(Requirement, importlib.metadata.requires("tensorflow"))
+    return [
+        requirement
+        for requirement in requirements
+        if requirement.marker and "and-cuda" in str(requirement.marker)
+    ]
 
 
-def commands(*arguments):
-    """Return what make would do, as if nothing were there."""
+def make_commands(*arguments):
+    """Return the commands that make would run from scratch."""
     command = ["make", "--dry-run", "--always-make", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_cudas_libraries_are_pinned_to_what_tensorflow_takes():
-    asked = cuda_of_tensorflow()
-    assert {one.name for one in asked} == {name for name in PINS if name.startswith("nvidia-")}
-    for one in asked:
-        assert PINS[one.name] in one.specifier, f"{one}: constraints.txt has {PINS[one.name]}"
+def test_pinned_cuda_libraries_satisfy_tensorflow():
+    requirements = cuda_requirements()
+    assert {requirement.name for requirement in requirements} == {
+        name for name in PINS if name.startswith("nvidia-")
+    }
+    for requirement in requirements:
+        assert PINS[requirement.name] in requirement.specifier, (
+            f"{requirement}: constraints.txt has {PINS[requirement.name]}"
+        )
 
 
 @pytest.mark.parametrize("target", ["setup", "train"])
-def test_make_adds_cudas_libraries_to_an_environment_that_is_there(target):
-    assert "touch .venv/gpu" in commands(target, "GPU=1")
-    assert ".venv/gpu" not in commands(target, "GPU=")
+def test_make_adds_cuda_libraries_to_an_existing_environment(target):
+    assert "touch .venv/gpu" in make_commands(target, "GPU=1")
+    assert ".venv/gpu" not in make_commands(target, "GPU=")
 
 
-def test_the_image_has_the_versions_of_this_clone():
+def test_image_uses_the_versions_of_the_repository():
     (python,) = re.findall(r"^FROM python:(3\.\d+\.\d+)-slim-\w+$", IMAGE, re.MULTILINE)
     setup = (ROOT / "setup.cfg").read_text("utf-8")
     assert f"Python :: {python.rpartition('.')[0]}\n" in setup
@@ -48,9 +56,9 @@ def test_the_image_has_the_versions_of_this_clone():
     assert PINS["tensorflow"] in Requirement(extra).specifier
 
 
-def test_the_image_copies_what_make_reads():
+def test_image_copies_all_inputs_of_make():
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", IMAGE, re.M) for name in line.split()}
     assert all((ROOT / name).exists() for name in copied)
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    (read,) = re.findall(r"^\.venv/ready: (.*)$", makefile, re.MULTILINE)
-    assert {*read.split(), "Makefile", "README.md", "dtransformer"} <= copied
+    (inputs,) = re.findall(r"^\.venv/ready: (.*)$", makefile, re.MULTILINE)
+    assert {*inputs.split(), "Makefile", "README.md", "dtransformer"} <= copied

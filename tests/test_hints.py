@@ -1,4 +1,4 @@
-"""Public functions and methods say what they take and return."""
+"""Promise: public functions and methods have type hints."""
 
 import importlib
 import inspect
@@ -15,29 +15,31 @@ DOCUMENTED = sorted(
 )
 
 
-def functions(module):
-    """Yield names and functions, and methods of classes, that a module makes public, or one below."""
+def public_functions(module):
+    """Yield (name, function) for the public functions and methods of a module or package."""
     for name in {*vars(module), *getattr(module, "__all__", ())}:
         value = getattr(module, name)
-        is_own = getattr(value, "__module__", "").startswith(module.__name__)
-        if name.startswith("_") or not is_own:
+        is_inside = getattr(value, "__module__", "").startswith(module.__name__)
+        if name.startswith("_") or not is_inside:
             continue
         if inspect.isfunction(value):
             yield name, value
         elif inspect.isclass(value):
-            fields = getattr(value, "__dataclass_fields__", {})  # which may be functions
+            fields = getattr(value, "__dataclass_fields__", {})  # fields may hold functions
             for method, function in vars(value).items():
                 if method in fields or (
                     method == "__init__" and getattr(value, "_is_protocol", False)
                 ):
                     continue
-                is_public = method == "__init__" or not method.startswith(("_", "on_"))  # Keras'
+                is_public = method == "__init__" or not method.startswith(
+                    ("_", "on_")
+                )  # not Keras' hooks
                 if is_public and inspect.isfunction(function):
                     yield f"{name}.{method}", function
 
 
 def has_hints(function):
-    """Return whether all arguments, besides *args and **kwargs, and the result have types."""
+    """Return whether the result and all arguments except *args and **kwargs have type hints."""
     signature = inspect.signature(function)
     variadic = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     parameters = [p for p in signature.parameters.values() if p.kind not in variadic]
@@ -49,6 +51,6 @@ def has_hints(function):
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_public_functions_have_type_hints(name):
-    found = dict(functions(importlib.import_module(name)))
-    assert found, f"{name} makes no function public"
-    assert [name for name, function in found.items() if not has_hints(function)] == []
+    functions_by_name = dict(public_functions(importlib.import_module(name)))
+    assert functions_by_name, f"{name} has no public functions"
+    assert [name for name, function in functions_by_name.items() if not has_hints(function)] == []

@@ -1,4 +1,4 @@
-"""What holds the house up: who imports whom, how large files are, what they may not do."""
+"""Promise: the package keeps its architecture: imports, file sizes, globals and docstrings."""
 
 import ast
 import functools
@@ -16,8 +16,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "dtransformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# The rooms, from top to bottom, and the rooms that each may import. All may import the bottom.
-BOTTOM = {
+# Modules that every folder may import.
+BASE_MODULES = {
     "_compat",
     "architectures",
     "block_forms",
@@ -30,7 +30,8 @@ BOTTOM = {
     "tensor_memory",
     "version",
 }
-ROOMS = {
+# Folder -> folders that it may import, from top to bottom.
+ALLOWED_IMPORTS = {
     "cli": {
         *("runs", "planner", "trainers", "reports", "models", "layers", "parallel", "datasets"),
         "inputs",
@@ -54,9 +55,9 @@ ROOMS = {
     "datasets": {"inputs"},
     "inputs": set(),
 }
-# The floors of `parallel/`, from top to bottom: a folder, or a file of its own, imports of lower floors
-# only. So those that divide a network do not know each other.
-FLOORS = (
+# Folders and files of `parallel/` in layers, from top to bottom. They import only lower layers, so
+# the kinds of model parallelism do not depend on each other.
+PARALLEL_LAYERS = (
     ("initialize", "parallelize", "variable_factory", "initial_broadcast", "decoding"),
     ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel"),
     ("recompute",),
@@ -70,12 +71,12 @@ FLOORS = (
     ("config",),
     ("schedules",),
 )
-# What is asked of a room above, when it is called: who, and whom.
-ASKS_ABOVE = {
+# Exceptions: file -> module of a higher folder that it imports inside a function.
+UPWARD_IMPORTS = {
     "parallel/config/config.py": "dtransformer.planner.automatic"
 }  # TransformerOpParallelConfig.auto
-# Plans that are computed without devices.
-PURE = (
+# Files that compute plans without devices.
+WITHOUT_FRAMEWORKS = (
     "parallel/config/config.py",
     "parallel/config/validators.py",
     "parallel/config/topology.py",
@@ -92,7 +93,7 @@ PURE = (
     *(f"planner/{path.name}" for path in PACKAGE.glob("planner/*.py")),
 )
 FRAMEWORKS = {"tensorflow", "keras", "horovod"}
-# What layers and models may not know of: where they are, and how what they compute is divided.
+# Layers and models must not depend on ranks, meshes and layouts.
 HIDDEN_FROM_LAYERS = (
     "horovod",
     *(f"dtransformer.parallel.{name}" for name in ("collectives", "runtime", "tracing.trace")),
@@ -106,8 +107,8 @@ HIDDEN_FROM_LAYERS = (
     ),
     "dtransformer.parallel.mesh.axis_rules.weight_specs",
 )
-# Seeds, and what ranks tell each other in Python, outside of steps.
-SEEN_BY_MODELS = (
+# Exceptions: seeds, and the exchange of Python objects outside of steps.
+VISIBLE_TO_LAYERS = (
     "dtransformer.parallel.collectives.objects",
     "dtransformer.parallel.runtime.seeds",
 )
@@ -116,119 +117,122 @@ MAY_IMPORT_HOROVOD = (
     *("cli/doctor.py", "cli/launching/job.py"),
 )
 MAY_SET_GLOBALS = ("parallel/config/config.py", "parallel/runtime/job.py")
-OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
+OTHER_FOLDERS = ("benchmarks", "examples", "harness")
 MAX_LINES = 350
 """Lines of code of a file, without docstrings, comments and blank lines."""
 MAX_MEDIAN_LINES = 90
-# Tokens of code in the package, without docstrings and comments.
+# Maximum number of code tokens in the package, without docstrings and comments.
 TOKEN_BUDGET = 313_000
 
 
-# What is imported.
+# Imports.
 
 
-def name_of(path):
+def module_name(path):
     """Return the dotted name of a module of the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in FILES}
+MODULES = {module_name(path): path for path in FILES}
 
 
 @functools.cache
-def tree_of(path):
+def parse(path):
     return ast.parse(path.read_text("utf-8"), str(path))
 
 
 def imports(path, everywhere=True):
-    """Return the set of the names of the modules that a file imports.
+    """Return the set of names of the modules that a file imports.
 
     Args:
-        path: the file.
-        everywhere: whether imports inside of functions count, too.
+        path: Path of the file.
+        everywhere: Boolean. Whether to include imports inside functions.
     """
-    found, todo = set(), [tree_of(path)]
+    names, todo = set(), [parse(path)]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}:{node.lineno} is relative: write the full name"
+            assert not node.level, f"{path}:{node.lineno}: use an absolute import"
             for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in MODULES else node.module)
+                submodule = f"{node.module}.{alias.name}"
+                names.add(submodule if submodule in MODULES else node.module)
         elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             todo += ast.iter_child_nodes(node)
-    return found
+    return names
 
 
 def relative(path):
     return path.relative_to(PACKAGE).as_posix()
 
 
-def room_of(module):
-    """Return the room of a module of the package; "" for the package itself."""
+def folder_of(module):
+    """Return the top-level folder of a module, or "" for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
 
-def test_no_import_circles():
+def test_no_import_cycles():
     graph = {name: imports(path, everywhere=False) & set(MODULES) for name, path in MODULES.items()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        pytest.fail("modules import each other in a circle: " + " ← ".join(error.args[1]))
+        pytest.fail("import cycle: " + " ← ".join(error.args[1]))
 
 
-def test_arrows_run_downwards():
+def test_folders_import_only_lower_folders():
     wrong = []
     for name, path in MODULES.items():
-        room = room_of(name)
-        allowed = {room, *BOTTOM, *ROOMS.get(room, set())}
-        for other in imports(path) & set(MODULES) - {ASKS_ABOVE.get(relative(path))}:
-            if room and room_of(other) and room_of(other) not in allowed:
-                wrong.append(f"{relative(path)} imports {other}")
+        folder = folder_of(name)
+        allowed = {folder, *BASE_MODULES, *ALLOWED_IMPORTS.get(folder, set())}
+        for imported in imports(path) & set(MODULES) - {UPWARD_IMPORTS.get(relative(path))}:
+            if folder and folder_of(imported) and folder_of(imported) not in allowed:
+                wrong.append(f"{relative(path)} imports {imported}")
     assert not wrong, "\n".join(["not downwards:", *sorted(wrong)])
 
 
-def test_floors_of_parallel():
-    """A floor that is missing here, or an arrow that runs up or sideways, fails."""
-    number = {folder: i for i, floor in enumerate(FLOORS) for folder in floor}
-    inner = "dtransformer.parallel."
+def test_folders_of_parallel_import_only_lower_folders():
+    """Every folder of `parallel` must be listed in `PARALLEL_LAYERS`."""
+    level = {folder: i for i, floor in enumerate(PARALLEL_LAYERS) for folder in floor}
+    prefix = "dtransformer.parallel."
     wrong = []
     for name, path in MODULES.items():
-        if name.startswith(inner):
-            folder = name.removeprefix(inner).split(".")[0]
-            for other in imports(path) & set(MODULES):
-                below = other.removeprefix(inner).split(".")[0]
-                if other.startswith(inner) and below != folder and number[below] <= number[folder]:
-                    wrong.append(f"{relative(path)} imports {other}")
+        if name.startswith(prefix):
+            folder = name.removeprefix(prefix).split(".")[0]
+            for imported in imports(path) & set(MODULES):
+                imported_folder = imported.removeprefix(prefix).split(".")[0]
+                if (
+                    imported.startswith(prefix)
+                    and imported_folder != folder
+                    and level[imported_folder] <= level[folder]
+                ):
+                    wrong.append(f"{relative(path)} imports {imported}")
     assert not wrong, "\n".join(["not downwards:", *sorted(wrong)])
 
 
-def test_plans_need_no_framework():
-    """What is computed without devices can be tested, and read, without them."""
+def test_plans_do_not_import_frameworks():
     wrong = [
-        f"{file} imports {other}"
-        for file in PURE
-        for other in imports(PACKAGE / file)
-        if other.split(".")[0] in FRAMEWORKS
+        f"{file} imports {imported}"
+        for file in WITHOUT_FRAMEWORKS
+        for imported in imports(PACKAGE / file)
+        if imported.split(".")[0] in FRAMEWORKS
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_layers_know_no_mesh():
-    """Other functions of `parallel` are the plain operation where there is no mesh."""
+def test_layers_and_models_do_not_import_meshes():
+    """They may call other functions of `parallel`, which work with and without a mesh."""
     wrong = []
     for path in [*PACKAGE.glob("layers/*.py"), *PACKAGE.glob("models/*.py")]:
         names = {
             f"{node.module}.{alias.name}"
-            for node in ast.walk(tree_of(path))
+            for node in ast.walk(parse(path))
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
         for name in {*names, *imports(path)}:
-            if name.startswith(HIDDEN_FROM_LAYERS) and not name.startswith(SEEN_BY_MODELS):
+            if name.startswith(HIDDEN_FROM_LAYERS) and not name.startswith(VISIBLE_TO_LAYERS):
                 wrong.append(f"{relative(path)} imports {name}")
     assert not wrong, "\n".join(
         ["layers and models call constrain() and parallel/tensor_parallel instead:", *sorted(wrong)]
@@ -239,25 +243,25 @@ def test_horovod_is_imported_in_one_place():
     wrong = [
         relative(path)
         for path in FILES
-        if any(other.startswith("horovod") for other in imports(path))
+        if any(imported.startswith("horovod") for imported in imports(path))
         and relative(path) not in MAY_IMPORT_HOROVOD
     ]
     assert not wrong, f"use job.horovod() in {wrong}"
 
 
-def test_no_private_names_of_other_packages():
-    """They are in _compat, each with its reason and a test."""
+def test_private_names_of_other_packages_are_not_used():
+    """Only `_compat` uses them. It states the reason for each and tests it."""
     wrong = []
     for path in FILES:
         if path.parent.name == "_compat":
             continue
         wrong += [f"{relative(path)} imports {name}" for name in imports(path) if is_private(name)]
         wrong += [f"{relative(path)} uses {name}" for name in private_attributes(path)]
-    assert not wrong, "\n".join(["private to other packages:", *sorted(wrong)])
+    assert not wrong, "\n".join(["private names of other packages:", *sorted(wrong)])
 
 
 def is_private(name):
-    """Return whether a module of another package is none of its public ones."""
+    """Return whether a module of another package is private."""
     top, *inner = name.split(".")
     if top == "dtransformer":
         return False
@@ -267,63 +271,63 @@ def is_private(name):
 
 
 def private_attributes(path):
-    """Return the names like `tf.a._b` of a file, in which `tf` is an imported package."""
+    """Return names such as `tf.a._b` in a file, where `tf` is an imported package."""
     aliases = {}
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             aliases.update({a.asname or a.name.split(".")[0]: a.name for a in node.names})
     outside = {alias for alias, name in aliases.items() if not name.startswith("dtransformer")}
-    found = []
-    for node in ast.walk(tree_of(path)):
-        parts, inner = [], node
-        while isinstance(inner, ast.Attribute):
-            parts.append(inner.attr)
-            inner = inner.value
-        is_outside = isinstance(inner, ast.Name) and inner.id in outside
+    names = []
+    for node in ast.walk(parse(path)):
+        parts, value = [], node
+        while isinstance(value, ast.Attribute):
+            parts.append(value.attr)
+            value = value.value
+        is_outside = isinstance(value, ast.Name) and value.id in outside
         if is_outside and any(part.startswith("_") and part[:2] != "__" for part in parts):
-            found.append(".".join([inner.id, *parts[::-1]]))
-    return found
+            names.append(".".join([value.id, *parts[::-1]]))
+    return names
 
 
-def test_examples_use_public_names():
+def test_examples_import_only_public_names():
     public = {name for name in MODULES if (MODULES[name].name == "__init__.py")}
     public |= {f"dtransformer.{name}" for name in ("errors", "parallel.config")}
     public |= {
         name for name in MODULES if re.fullmatch(r"dtransformer\.(datasets|trainers)\.\w+", name)
     }
     wrong = [
-        f"{path.relative_to(ROOT)} imports {other}"
+        f"{path.relative_to(ROOT)} imports {imported}"
         for path in ROOT.glob("examples/**/*.py")
-        for other in imports(path)
-        if other.split(".")[0] in ("dtransformer", "tests") and other not in public
+        for imported in imports(path)
+        if imported.split(".")[0] in ("dtransformer", "tests") and imported not in public
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_of_tests():
+def test_tests_are_not_imported():
     wrong = [
-        f"{path.relative_to(ROOT)} imports {other}"
-        for path in [*FILES, *(p for top in OTHERS for p in ROOT.glob(f"{top}/**/*.py"))]
-        for other in imports(path)
-        if other.split(".")[0] == "tests"
+        f"{path.relative_to(ROOT)} imports {imported}"
+        for path in [*FILES, *(p for top in OTHER_FOLDERS for p in ROOT.glob(f"{top}/**/*.py"))]
+        for imported in imports(path)
+        if imported.split(".")[0] == "tests"
     ]
     assert not wrong, "\n".join(wrong)
 
 
-# How it is written.
+# Code style.
 
 
-def test_sizes_of_files():
+def test_files_are_small():
     sizes = {relative(path): count_lines(path.read_text("utf-8")) for path in FILES}
     modules = {file: size for file, size in sizes.items() if not file.endswith("__init__.py")}
     large = {file: size for file, size in sizes.items() if size > MAX_LINES}
     median = statistics.median(modules.values())
-    told = f"{len(modules)} files of {sum(modules.values()):,} lines, median {median}"
-    assert not large, f"more than {MAX_LINES} lines: {large}; {told}"
-    assert median <= MAX_MEDIAN_LINES, f"the median is above {MAX_MEDIAN_LINES}: {told}"
+    summary = f"{len(modules)} files of {sum(modules.values()):,} lines, median {median}"
+    assert not large, f"files with more than {MAX_LINES} lines: {large}; {summary}"
+    assert median <= MAX_MEDIAN_LINES, f"the median is above {MAX_MEDIAN_LINES}: {summary}"
 
 
-def test_no_class_of_trainers_sets_attributes_of_another():
+def test_trainer_classes_do_not_set_attributes_of_others():
     assert foreign_attributes(PACKAGE / "trainers") == []
 
 
@@ -337,27 +341,27 @@ def test_globals_are_set_in_one_place():
     wrong = [
         f"{relative(path)}:{node.lineno} sets {', '.join(node.names)}"
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in ast.walk(parse(path))
         if isinstance(node, ast.Global) and relative(path) not in MAY_SET_GLOBALS
     ]
-    assert not wrong, f"pass state, or put it into parallel/tracing/trace.py: {wrong}"
+    assert not wrong, f"pass the state or store it in parallel/tracing/trace.py: {wrong}"
 
 
 def test_public_names_have_docstrings():
     wrong = [
         f"{relative(path)}:{node.lineno} {node.name}"
         for path in FILES
-        for node in tree_of(path).body
+        for node in parse(path).body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
         and not node.name.startswith("_")
         and not ast.get_docstring(node)
     ]
-    wrong += [relative(path) for path in FILES if not ast.get_docstring(tree_of(path))]
-    assert not wrong, f"without a docstring: {wrong}"
+    wrong += [relative(path) for path in FILES if not ast.get_docstring(parse(path))]
+    assert not wrong, f"missing docstrings: {wrong}"
 
 
-def test_join_of_horovod_is_not_used():
-    """With NCCL it has a GPU kernel only, which CPU ranks cannot try."""
+def test_horovod_join_is_not_used():
+    """With NCCL it only has a GPU kernel, which CPU ranks cannot test."""
     wrong = [
         relative(path) for path in FILES if re.search(r"\bhvd\.join\b", path.read_text("utf-8"))
     ]

@@ -34,12 +34,12 @@ def test_tensorflow_turns_onednn_off_without_neural_network_features(flags, is_o
     assert onednn.is_off_by_default(cpuinfo(flags).splitlines(keepends=True)) is is_off
 
 
-def test_an_arm_processor_keeps_its_default():
+def test_arm_processors_keep_the_default():
     lines = ["processor\t: 0\n", "Features\t: fp asimd evtstrm bf16 i8mm\n", "CPU part\t: 0xd40\n"]
     assert not onednn.is_off_by_default(lines)
 
 
-# Lets this process have another /proc/cpuinfo.
+# Program that replaces /proc/cpuinfo and prints the environment variable.
 PATCHED = """
 import builtins, io, os, sys
 real = builtins.open
@@ -50,20 +50,20 @@ builtins.open = patched
 import dtransformer
 print(os.environ.get("TF_ENABLE_ONEDNN_OPTS"))
 """
-AS_IF_TENSORFLOW = "sys.modules['tensorflow'] = None"
+TENSORFLOW_IMPORTED = "sys.modules['tensorflow'] = None"
 
 
 def run(flags, imported="", **environment):
-    """Import the package on a processor. Return the variable and the errors."""
+    """Import the package on a simulated processor and return the variable and stderr."""
     inherited = {key: value for key, value in os.environ.items() if key != "TF_ENABLE_ONEDNN_OPTS"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PATCHED.format(text=cpuinfo(flags), imported=imported)],
         capture_output=True,
         text=True,
         check=True,
         env={**inherited, **environment},
     )
-    return done.stdout.strip(), done.stderr
+    return process.stdout.strip(), process.stderr
 
 
 def test_importing_the_package_turns_onednn_on():
@@ -71,13 +71,13 @@ def test_importing_the_package_turns_onednn_on():
     assert run(CASCADE_LAKE) == ("None", "")
 
 
-def test_the_environment_decides():
-    assert run(ZEN_3, AS_IF_TENSORFLOW, TF_ENABLE_ONEDNN_OPTS="0") == ("0", "")
+def test_environment_variable_takes_precedence():
+    assert run(ZEN_3, TENSORFLOW_IMPORTED, TF_ENABLE_ONEDNN_OPTS="0") == ("0", "")
 
 
 def test_warns_if_tensorflow_was_imported_before():
-    _, errors = run(ZEN_3, AS_IF_TENSORFLOW)
+    _, errors = run(ZEN_3, TENSORFLOW_IMPORTED)
     assert errors.count("UserWarning") == 1
     assert "Import dtransformer first or set TF_ENABLE_ONEDNN_OPTS=1" in errors
-    assert run(ZEN_3, AS_IF_TENSORFLOW, HOROVOD_LOCAL_RANK="1")[1] == ""
-    assert run(CASCADE_LAKE, AS_IF_TENSORFLOW)[1] == ""
+    assert run(ZEN_3, TENSORFLOW_IMPORTED, HOROVOD_LOCAL_RANK="1")[1] == ""
+    assert run(CASCADE_LAKE, TENSORFLOW_IMPORTED)[1] == ""

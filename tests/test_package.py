@@ -1,4 +1,4 @@
-"""Promise: what others install is whole: sdist, wheel, package data, types and a version."""
+"""Promise: the sdist and the wheel are complete, typed and versioned."""
 
 import importlib
 import os
@@ -15,8 +15,8 @@ import pytest
 from harness import dist, public_names
 from tests.doc_pages import EXAMPLE, ROOT, blocks, replaced
 
-# Public names by the rooms that have a list of them.
-ROOMS = {
+# Modules with `__all__`, by their last name.
+PUBLIC_MODULES = {
     name.rpartition(".")[2]: name
     for name in (
         "dtransformer",
@@ -33,7 +33,10 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """An environment with the wheel, which finds its requirements in this one; its bin folder."""
+    """Install the wheel into a new environment and return its bin folder.
+
+    The requirements come from the current environment.
+    """
     folder = tmp_path_factory.mktemp("elsewhere") / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet"]
@@ -47,9 +50,9 @@ def run(*command, folder):
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     command = [str(word) for word in command]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert not process.returncode, process.stdout + process.stderr
+    return process.stdout
 
 
 def package_files():
@@ -61,31 +64,31 @@ def package_files():
     }
 
 
-def test_the_wheel_has_every_file_of_the_package_and_no_other(built):
+def test_wheel_contains_exactly_the_package_files(built):
     with zipfile.ZipFile(built[1]) as wheel:
-        found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         (text,) = (wheel.read(x).decode() for x in wheel.namelist() if x.endswith("/METADATA"))
-    assert found == package_files()
+    assert names == package_files()
     for line in (f"Version: {dist.package_version()}", "Classifier: Typing :: Typed"):
         assert line in text.splitlines()
 
 
-def test_the_sdist_has_what_the_clone_has(built):
+def test_sdist_contains_the_repository(built):
     with tarfile.open(built[0]) as archive:
-        found = {name.partition("/")[2] for name in archive.getnames()}
-    assert package_files() < found
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert package_files() < names
     for name in ("CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "docs/index.md"):
-        assert name in found
+        assert name in names
     for folder in ("benchmarks", "docs", "examples", "harness", "tests"):
-        wanted = {x.relative_to(ROOT).as_posix() for x in (ROOT / folder).rglob("*.py")}
-        assert wanted <= found, folder
+        expected = {x.relative_to(ROOT).as_posix() for x in (ROOT / folder).rglob("*.py")}
+        assert expected <= names, folder
 
 
-def test_it_is_used_outside_of_the_clone(installed, tmp_path):
-    found = run(
+def test_installed_package_works_outside_the_repository(installed, tmp_path):
+    printed_path = run(
         installed / "python", "-c", "import dtransformer; print(dtransformer)", folder=tmp_path
     )
-    assert str(installed.parent) in found
+    assert str(installed.parent) in printed_path
     assert "train" in run(installed / "dtransformer", "--help", folder=tmp_path)
     plan = ["plan", "--model", "bert-base", "--devices", 4, "--device", "h100"]
     printed = run(installed / "dtransformer", *plan, "--global-batch", 8, folder=tmp_path)
@@ -94,7 +97,7 @@ def test_it_is_used_outside_of_the_clone(installed, tmp_path):
     assert "loss" in run(installed / "python", "train.py", folder=tmp_path)
 
 
-def test_the_version_is_the_changelogs():
+def test_version_matches_the_changelog():
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert dist.package_version() == dist.changelog_version(text)
 
@@ -106,25 +109,27 @@ def test_the_version_is_the_changelogs():
         ("## 1.2.3 – 2027-01-02\n\n## 1.2.0 – 2026-11-22\n", "1.2.3"),
     ],
 )
-def test_versions_follow_the_headings(headings, version):
+def test_version_follows_the_headings(headings, version):
     assert dist.changelog_version(headings) == version
 
 
-def test_versions_have_dates():
+def test_released_versions_need_a_date():
     with pytest.raises(ValueError, match=r"got '## 1.0.0'"):
         dist.changelog_version("## Unreleased\n\n## 1.0.0\n")
 
 
-def test_a_development_version_is_not_released():
+def test_development_versions_cannot_be_released():
     if "dev" in dist.package_version():
         assert any("development version" in line for line in dist.obstacles())
 
 
-def test_the_typed_program_has_every_public_name():
+def test_typed_program_uses_every_public_name():
     text = pathlib.Path(public_names.__file__).read_text("utf-8")
     used = set(re.findall(r"^    (\w+\.\w+),$", text, re.MULTILINE))
-    wanted = {
-        f"{x}.{n}" for x, room in ROOMS.items() for n in importlib.import_module(room).__all__
+    expected = {
+        f"{short_name}.{name}"
+        for short_name, module in PUBLIC_MODULES.items()
+        for name in importlib.import_module(module).__all__
     }
-    assert used == wanted
-    assert len(public_names.NAMES) == len(wanted)
+    assert used == expected
+    assert len(public_names.NAMES) == len(expected)

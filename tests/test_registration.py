@@ -1,4 +1,4 @@
-"""Promise: `import dtransformer` is enough for `keras.saving.load_model`, before or after Keras'."""
+"""Promise: after `import dtransformer`, in any order with Keras, `load_model` knows all classes."""
 
 import subprocess
 import sys
@@ -20,13 +20,13 @@ print([keras.saving.load_model(path).count_params() for path in sys.argv[1:]])
 """
 
 
-def test_all_registered_classes_are_known():
+def test_classes_lists_all_registered_classes():
     registered = keras.saving.get_custom_objects().items()
-    classes = {x for name, x in registered if name.startswith("dtransformer>")}
-    assert {x.__name__ for x in classes if isinstance(x, type)} == set(CLASSES)
+    classes = {cls for name, cls in registered if name.startswith("dtransformer>")}
+    assert {cls.__name__ for cls in classes if isinstance(cls, type)} == set(CLASSES)
 
 
-def test_files_are_loaded_in_a_new_process(tmp_path):
+def test_saved_models_load_in_a_new_process(tmp_path):
     ids = keras.Input((4,), dtype="int32")
     x = keras.layers.Embedding(6, 8, mask_zero=True)(ids)
     x = dtransformer.layers.TransformerEncoder(1, 8, 2, 16)(x)
@@ -34,11 +34,11 @@ def test_files_are_loaded_in_a_new_process(tmp_path):
     causal = dtransformer.models.CausalLM(6, hidden_size=8, num_heads=2, num_layers=1)
     causal(np.ones((1, 4), "int32"))
     models = [dtransformer.trainers.Trainer(network), network, causal]
-    paths = [tmp_path / f"{number}.keras" for number in range(3)]
+    paths = [tmp_path / f"{i}.keras" for i in range(3)]
     for model, path in zip(models, paths):
         model.build((None, 4))
         model.save(path)
     expected = [model.count_params() for model in models]
     command = [sys.executable, "-c", LOAD, *paths]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.split("\n")[0] == str(expected), done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.stdout.split("\n")[0] == str(expected), process.stderr

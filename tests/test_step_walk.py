@@ -1,4 +1,4 @@
-"""Promise: a step passes the stations that docs/architecture.md names, no more files than it says."""
+"""Promise: a training step runs the functions that docs/architecture.md lists, in few files."""
 
 import json
 import subprocess
@@ -9,16 +9,16 @@ import pytest
 from tests.test_docs import ROOT, walks
 
 PARTS = {"One device": "one_device", "On a mesh": "mesh", "In a pipeline": "pipeline"}
-# Files that run in a step, but for what the network's layers call, and their gradients.
-MOST_FILES = {"one_device": 18, "mesh": 30, "pipeline": 42}
+# Maximum number of files that run in a step, without layers and gradients.
+MAX_FILES = {"one_device": 18, "mesh": 30, "pipeline": 42}
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_step_calls_each_station(name):
+def test_step_calls_every_function_of_its_walk(name):
     command = [sys.executable, ROOT / "docs/step_walk.py", PARTS[name]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    counts, files = map(json.loads, done.stdout.split("\n", 1))
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    counts, files = map(json.loads, process.stdout.split("\n", 1))
     passed = {*files, "trainers/epoch_loop.py"}
     assert not {file for file, _ in walks()[name]} - passed
-    assert counts["files"] <= MOST_FILES[PARTS[name]]
+    assert counts["files"] <= MAX_FILES[PARTS[name]]

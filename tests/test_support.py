@@ -19,7 +19,7 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """The script that writes the page, in a folder with the files of its configs."""
+    """Return the module that generates the page, in a folder with the inputs of its configs."""
     spec = importlib.util.spec_from_file_location("support_table", FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,28 +30,28 @@ def script(tmp_path_factory):
 
 
 def shown_cell(script, task, technique):
-    """Return the page's cell of a task and a technique, with the text of its footnote."""
+    """Return the cell for a task and a technique on the page, and the text of its footnote."""
     text = script.PAGE.read_text("utf-8")
     header = next(line for line in text.splitlines() if f"| {technique} |" in line)
     table = text[text.index(header) :].split("\n\n")[0]
     row = next(line for line in table.splitlines() if line.startswith(f"| `{task}` |"))
     names, cells = ([x.strip() for x in line.split("|")] for line in (header, row))
     cell = cells[names.index(technique)]
-    number = re.fullmatch(r"no\[\^(\d+)\]", cell)
-    if number is None:
+    footnote = re.fullmatch(r"no\[\^(\d+)\]", cell)
+    if footnote is None:
         return cell, None
-    return "no", re.search(rf"^\[\^{number[1]}\]: (.*)$", text, re.MULTILINE)[1]
+    return "no", re.search(rf"^\[\^{footnote[1]}\]: (.*)$", text, re.MULTILINE)[1]
 
 
 @pytest.mark.parametrize("task, technique", QUICK)
-def test_some_cells_match_a_dry_run(task, technique, script):
+def test_sample_of_cells_matches_dry_runs(task, technique, script):
     reasons = []
     cell = script.cell(task, technique, reasons)
     expected = ("no", reasons[0]) if reasons else (cell, None)
     assert shown_cell(script, task, technique) == expected
 
 
-def test_the_pairs_that_the_page_names_are_refused(script):
+def test_incompatible_pairs_on_the_page_are_rejected(script):
     text = script.PAGE.read_text("utf-8")
     for first, second in (("Sequence", "Context"), ("Pipeline", "ZeRO 3")):
         assert f"- **{first} with {second}.** {script.refusal('chat', first, second)}\n" in text
@@ -59,5 +59,5 @@ def test_the_pairs_that_the_page_names_are_refused(script):
 
 
 @pytest.mark.long
-def test_the_page_matches_the_dry_runs_of_all_cells(script):
+def test_page_matches_dry_runs_of_all_cells(script):
     assert script.PAGE.read_text("utf-8") == script.page(), "run python docs/support_table.py"

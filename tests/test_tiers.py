@@ -1,4 +1,4 @@
-"""Promise: what needs no TensorFlow is tested without it, in a minute."""
+"""Promise: `make check` tests everything that needs no TensorFlow, in a minute."""
 
 import re
 
@@ -9,15 +9,15 @@ from tests.long_tests import LEFT, OTHER_CASES
 from tests.tiers import CHECK, LIMITS, TESTS, imported_frameworks, is_in_check
 
 
-def test_plans_files_and_docs_are_tested_without_tensorflow(pytestconfig):
+def test_check_tier_does_not_import_tensorflow(pytestconfig):
     if pytestconfig.getoption("tier") != "check":
-        pytest.skip("TensorFlow is there for the other tests: make check")
+        pytest.skip("Only `make check` runs without TensorFlow.")
     assert not imported_frameworks()
     with pytest.raises(ImportError, match="make check"):
         import tensorflow  # noqa: F401
 
 
-def test_the_files_of_make_check_exist():
+def test_files_of_make_check_exist():
     assert [place for place in CHECK if not (TESTS / place).exists()] == []
     assert is_in_check(TESTS / "test_words.py") and not is_in_check(TESTS / "test_compat.py")
 
@@ -27,7 +27,7 @@ def test_each_tier_has_a_limit():
 
 
 @pytest.mark.parametrize("left", LEFT, ids=lambda left: left.test)
-def test_what_left_the_quick_suite_is_there(left):
+def test_rows_of_long_tests_name_existing_tests(left):
     file, *_, name = left.test.split("::")
     assert f"def {name}(" in (TESTS / file).read_text("utf-8")
     assert left.stays or left.held_by != OTHER_CASES
@@ -50,12 +50,12 @@ def test_each_long_test_has_one_row():
     assert sorted(set(names)) == sorted(names)
 
 
-def test_parts_divide_the_tests():
+def test_each_test_belongs_to_one_part():
     tests = [(f"tests/test_{n}.py::test", [f"tied/dp{n}@1x{n}"] * (n % 2)) for n in range(99)]
-    found = [[tiers.is_in_part(*test, number, 3) for test in tests] for number in (1, 2, 3)]
-    assert all(sum(each) == 1 for each in zip(*found)) and all(map(any, found))
+    membership = [[tiers.is_in_part(*test, index, 3) for test in tests] for index in (1, 2, 3)]
+    assert all(sum(row) == 1 for row in zip(*membership)) and all(map(any, membership))
     runs = [tiers.is_in_part(f"tests/{n}.py::test", ["tied/dp2@2x1"], 1, 3) for n in range(9)]
-    assert len(set(runs)) == 1  # who reads a run is in its part
-    assert tiers.part("2/3") == (2, 3)
+    assert len(set(runs)) == 1  # tests that share a run share a part
+    assert tiers.parse_part("2/3") == (2, 3)
     with pytest.raises(ValueError, match="expected 1 to 3"):
-        tiers.part("4/3")
+        tiers.parse_part("4/3")

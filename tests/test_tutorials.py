@@ -1,4 +1,4 @@
-"""Tutorials run from top to bottom, in small: files, Python and commands in the order of the page."""
+"""Promise: tutorials run from top to bottom at a small scale, including files and commands."""
 
 import json
 

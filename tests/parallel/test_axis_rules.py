@@ -1,4 +1,4 @@
-"""Promise: every weight names its dimensions, one table shards them, wrong names are refused."""
+"""Promise: weights name their dimensions, one table shards them, and unknown names raise."""
 
 import pytest
 import tensorflow as tf
@@ -13,7 +13,7 @@ from dtransformer.parallel.mesh.axis_rules import LOGICAL_AXES, check_axes, cons
     "axes",
     [(), ("batch",), (None,), ("embed", "mlp"), ("batch", None, "heads", "head_dim"), ["vocab"]],
 )
-def test_known_names_pass(axes):
+def test_accepts_logical_axes(axes):
     check_axes(axes, len(axes), "a weight")
 
 
@@ -27,7 +27,7 @@ def test_known_names_pass(axes):
         (("batch", 0), 2, ["0", *LOGICAL_AXES]),
     ],
 )
-def test_wrong_names_are_refused(axes, rank, words):
+def test_rejects_unknown_axes(axes, rank, words):
     with pytest.raises(ValueError) as caught:
         check_axes(axes, rank, "the weight head/kernel")
     assert "the weight head/kernel" in str(caught.value)
@@ -47,13 +47,13 @@ def test_wrong_names_are_refused(axes, rank, words):
         ({"parallel_rules": {"mlp": None, "states": "model"}}, {"mlp": None, "states": "model"}),
     ],
 )
-def test_the_rules_of_a_config(fields, sharded):
+def test_rules_follow_the_config(fields, sharded):
     common = {"batch": "data", "heads": "model", "mlp": "model", "vocab": "model"}
     expected = {**dict.fromkeys(LOGICAL_AXES), **common, **sharded}
     assert rules(TransformerOpParallelConfig(model_parallel=2, **fields)) == expected
 
 
-def test_a_row_of_the_users_adds_a_logical_axis():
+def test_parallel_rules_add_a_logical_axis():
     class States(Layer):
         def build(self, shape):
             self.kernel = self.add_weight((shape[-1], 6), axes=("embed", "states"), name="kernel")
@@ -69,22 +69,22 @@ def test_a_row_of_the_users_adds_a_logical_axis():
     assert layer.kernel.logical_axes == ("embed", "states")
 
 
-def test_constrain_without_a_mesh_returns_the_tensor_itself():
+def test_constrain_without_a_mesh_returns_its_input():
     x = tf.ones((2, 3, 4))
     assert constrain(x, ("batch", "length", "embed")) is x
     assert constrain(x, ("batch", None, "mlp")) is x
 
 
 @pytest.mark.parametrize("axes", [("batch", "embed"), ("batch", "length", "hidden")])
-def test_constrain_refuses_wrong_axes_even_without_a_mesh(axes):
-    """So that one process finds what would only fail on many."""
+def test_constrain_rejects_wrong_axes_without_a_mesh(axes):
+    """One process must find errors that otherwise appear only on a mesh."""
     with pytest.raises(ValueError, match="an activation"):
         constrain(tf.ones((2, 3, 4)), axes)
     with pytest.raises(ValueError, match="an activation"):
         tf.function(lambda x: constrain(x, axes))(tf.ones((2, 3, 4)))
 
 
-def test_a_weight_declares_its_axes():
+def test_weights_declare_logical_axes():
     class Scale(Layer):
         def build(self, shape):
             self.scale = self.add_weight((shape[-1],), "ones", axes=("norm",), name="scale")
@@ -109,7 +109,7 @@ def test_a_weight_declares_its_axes():
         {"post_layernorm_residual": True, "encoder_layers": 0},
     ],
 )
-def test_every_weight_of_a_model_names_each_of_its_dimensions(options):
+def test_every_weight_names_all_dimensions(options):
     sizes = {"hidden_size": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
     model = TranslationTransformer(11, **{**sizes, **options})
     model.build()
@@ -128,13 +128,12 @@ def test_every_weight_of_a_model_names_each_of_its_dimensions(options):
         (RMSNorm(), {"gamma": ("norm",)}),
     ],
 )
-def test_how_single_layers_are_sharded(layer, expected):
+def test_logical_axes_of_single_layers(layer, expected):
     layer(tf.ones((2, 4)))
     assert {v.name: v.logical_axes for v in layer.variables} == expected
 
 
-def test_how_a_block_is_sharded():
-    """The table of the specification, by the names that stand for its mesh axes."""
+def test_logical_axes_of_transformer_weights():
     model = TranslationTransformer(
         11, hidden_size=8, num_heads=2, encoder_layers=1, decoder_layers=1, positions="learned"
     )
@@ -159,5 +158,5 @@ def test_how_a_block_is_sharded():
         "head/kernel": ("embed", "vocab"),
     }
     for ending, axes in expected.items():
-        found = [v.logical_axes for v in model.variables if v.path.endswith(f"{ending}")]
-        assert found and set(found) == {axes}, ending
+        logical_axes = [v.logical_axes for v in model.variables if v.path.endswith(f"{ending}")]
+        assert logical_axes and set(logical_axes) == {axes}, ending

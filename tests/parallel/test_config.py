@@ -1,4 +1,4 @@
-"""The configs: defaults, what they refuse and how, their views, and the global one."""
+"""Promise: configs validate every field, have views and defaults, and one config is global."""
 
 import dataclasses
 
@@ -72,7 +72,7 @@ DEFAULTS = {
     },
 }
 
-# Kind of field -> values it takes, others that it does not.
+# Kind of field -> (valid values, invalid values).
 KINDS = {
     "count": ([1, 2, 1024], [1.0, "2", None, True, False, [1], 0, -1]),
     "count or None": ([None, 1, 8], [2.0, "2", True, False, (1,), 0, -3]),
@@ -102,7 +102,7 @@ KINDS = {
         ["attention", None, 1, {"norm"}, True, ("attention", "head"), ("",), (1,)],
     ),
 }
-KIND_OF = {
+KIND_BY_FIELD = {
     "vocab_emb_dp": "flag",
     "gradient_accumulation_shard": "flag",
     "parallel_optimizer_threshold": "non-negative",
@@ -134,12 +134,12 @@ KIND_OF = {
 }
 
 
-def kind_of(cls, name):
+def field_kind(cls, name):
     if cls is TransformerOpParallelConfig and name == "data_parallel":
         return "count or None"
     if name == "recompute":
         return "flag" if cls is TransformerRecomputeConfig else "recompute"
-    return KIND_OF.get(name, "count")
+    return KIND_BY_FIELD.get(name, "count")
 
 
 FIELDS = [(cls, name) for cls, fields in DEFAULTS.items() for name in fields]
@@ -158,8 +158,8 @@ def test_defaults(cls):
 
 
 @each_field
-def test_a_field_takes_what_is_allowed(cls, name):
-    for value in KINDS[kind_of(cls, name)][0]:
+def test_fields_accept_valid_values(cls, name):
+    for value in KINDS[field_kind(cls, name)][0]:
         config = cls(**{name: value})
         assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
         config = cls()
@@ -168,8 +168,8 @@ def test_a_field_takes_what_is_allowed(cls, name):
 
 
 @each_field
-def test_a_field_refuses_the_rest_and_keeps_its_value(cls, name):
-    allowed, refused = KINDS[kind_of(cls, name)]
+def test_fields_reject_invalid_values_and_keep_the_old_value(cls, name):
+    allowed, refused = KINDS[field_kind(cls, name)]
     for value in refused:
         with pytest.raises(ValueError, match=name):
             cls(**{name: value})
@@ -177,7 +177,7 @@ def test_a_field_refuses_the_rest_and_keeps_its_value(cls, name):
             config = cls(**{name: old})
             with pytest.raises(ValueError, match=name) as caught:
                 setattr(config, name, value)
-            assert str(value) in str(caught.value), "the message says what came"
+            assert str(value) in str(caught.value), "the message must contain the value"
             assert getattr(config, name) == old
 
 
@@ -198,12 +198,12 @@ def test_a_field_refuses_the_rest_and_keeps_its_value(cls, name):
         (MoEConfig, "capacity_factor", 0, "greater than 0"),
     ],
 )
-def test_the_message_says_what_is_allowed(cls, field, value, allowed):
+def test_messages_state_the_allowed_values(cls, field, value, allowed):
     with pytest.raises(ValueError, match=allowed):
         cls(**{field: value})
 
 
-def test_numbers_of_numpy_are_kept_as_pythons():
+def test_numpy_numbers_become_python_numbers():
     config = MoEConfig(capacity_factor=np.float32(1.5))
     assert type(config.capacity_factor) is float and config.capacity_factor == 1.5
     assert (
@@ -212,8 +212,8 @@ def test_numbers_of_numpy_are_kept_as_pythons():
     )
 
 
-def test_a_list_of_parts_is_kept_as_a_tuple():
-    """So that a config cannot change behind the check's back."""
+def test_lists_become_tuples():
+    """A mutable list would let a config change without validation."""
     parts = ["attention"]
     config = TransformerRecomputeConfig(select=parts)
     parts.append("everything")
@@ -229,7 +229,7 @@ def test_a_list_of_parts_is_kept_as_a_tuple():
         ("optimiser_shard", "optimizer_shard"),
     ],
 )
-def test_an_unknown_field_names_the_nearest(typo, nearest):
+def test_unknown_field_suggests_the_nearest_name(typo, nearest):
     config = TransformerOpParallelConfig()
     with pytest.raises(AttributeError, match=f"{typo}.*{nearest}"):
         setattr(config, typo, 2)
@@ -238,18 +238,18 @@ def test_an_unknown_field_names_the_nearest(typo, nearest):
         TransformerOpParallelConfig(**{typo: 2})
 
 
-def test_an_unknown_field_without_a_near_one_lists_all():
+def test_unknown_field_without_a_similar_name_lists_all():
     with pytest.raises(AttributeError, match="data_parallel, model_parallel"):
         OpParallelConfig().zzz = 1
 
 
 @each_config
-def test_configs_are_values(cls):
+def test_configs_compare_by_value(cls):
     assert cls() == cls()
     name, value = next(
         (name, value)
         for name, default in DEFAULTS[cls].items()
-        for value in KINDS[kind_of(cls, name)][0]
+        for value in KINDS[field_kind(cls, name)][0]
         if value != default
     )
     changed = dataclasses.replace(cls(), **{name: value})
@@ -258,7 +258,7 @@ def test_configs_are_values(cls):
         dataclasses.replace(cls(), **{name: "wrong"})
 
 
-def test_no_default_is_shared():
+def test_defaults_are_not_shared_between_configs():
     first, second = TransformerOpParallelConfig(), TransformerOpParallelConfig()
     first.model_parallel = 4
     first.recompute = TransformerRecomputeConfig(recompute=True)
@@ -267,7 +267,7 @@ def test_no_default_is_shared():
     assert OpParallelConfig() == OpParallelConfig(1, 1)
 
 
-def test_views():
+def test_views_follow_the_config():
     config = TransformerOpParallelConfig(
         data_parallel=2, model_parallel=4, expert_parallel=2, vocab_emb_dp=False
     )
@@ -278,11 +278,11 @@ def test_views():
     config.model_parallel = 8
     assert config.dp_mp_config == OpParallelConfig(2, 8), "a view follows the config"
     config.dp_mp_config.model_parallel = 1
-    assert config.model_parallel == 8, "and the config does not follow a view"
+    assert config.model_parallel == 8, "a config does not follow its views"
 
 
 @pytest.mark.parametrize("view", ["dp_mp_config", "embedding_dp_mp_config", "moe_parallel_config"])
-def test_a_view_needs_to_know_data_parallel(view):
+def test_views_need_data_parallel(view):
     with pytest.raises(ValueError, match="data_parallel.*dtransformer.init"):
         getattr(TransformerOpParallelConfig(model_parallel=2), view)
 
@@ -300,12 +300,12 @@ def test_a_view_needs_to_know_data_parallel(view):
         ({"expert_parallel": 4}, 2, 2),
     ],
 )
-def test_resolve_takes_what_the_ranks_leave(fields, num_ranks, data_parallel):
+def test_resolve_sets_data_parallel(fields, num_ranks, data_parallel):
     config = TransformerOpParallelConfig(**fields)
     before = dataclasses.replace(config)
     resolved = config.resolve(num_ranks)
     assert resolved == TransformerOpParallelConfig(**{**fields, "data_parallel": data_parallel})
-    assert config == before, "the config itself stays as it was"
+    assert config == before, "resolve must not change the config"
     assert resolved.resolve(num_ranks) == resolved
 
 
@@ -321,7 +321,7 @@ def test_resolve_takes_what_the_ranks_leave(fields, num_ranks, data_parallel):
         ({"data_parallel": 3, "context_parallel": 5}, 8, 15),
     ],
 )
-def test_resolve_refuses_a_product_that_is_not_the_job(fields, num_ranks, needed):
+def test_resolve_rejects_a_layout_that_does_not_fit_the_ranks(fields, num_ranks, needed):
     with pytest.raises(ValueError) as caught:
         TransformerOpParallelConfig(**fields).resolve(num_ranks)
     message = str(caught.value)
@@ -332,36 +332,36 @@ def test_resolve_refuses_a_product_that_is_not_the_job(fields, num_ranks, needed
     assert "\n" not in message
 
 
-def test_set_and_get():
+def test_set_and_get_parallel_config():
     config = TransformerOpParallelConfig(model_parallel=4)
     set_parallel_config(config)
     assert get_parallel_config() is config
 
 
-@pytest.mark.parametrize("wrong", [None, {}, OpParallelConfig(), TransformerOpParallelConfig])
-def test_set_refuses_another_type(wrong):
+@pytest.mark.parametrize("value", [None, {}, OpParallelConfig(), TransformerOpParallelConfig])
+def test_set_parallel_config_rejects_other_types(value):
     before = get_parallel_config()
     with pytest.raises(TypeError, match="TransformerOpParallelConfig"):
-        set_parallel_config(wrong)
+        set_parallel_config(value)
     assert get_parallel_config() is before
 
 
-def test_scopes_nest_and_end():
+def test_scopes_nest_and_restore_the_config():
     outer = get_parallel_config()
     with parallel_config(model_parallel=2, vocab_emb_dp=False) as middle:
         assert get_parallel_config() == middle
         assert middle == TransformerOpParallelConfig(model_parallel=2, vocab_emb_dp=False)
         with parallel_config(pipeline_stage=3) as inner:
             assert inner == dataclasses.replace(middle, pipeline_stage=3)
-        given = TransformerOpParallelConfig(data_parallel=5)
-        with parallel_config(given, micro_batch_num=7) as inner:
+        config = TransformerOpParallelConfig(data_parallel=5)
+        with parallel_config(config, micro_batch_num=7) as inner:
             assert inner == TransformerOpParallelConfig(data_parallel=5, micro_batch_num=7)
-            assert given.micro_batch_num == 1, "the config that was given stays as it was"
+            assert config.micro_batch_num == 1, "the scope must not change the given config"
         assert get_parallel_config() is middle
     assert get_parallel_config() is outer
 
 
-def test_a_scope_ends_with_an_exception():
+def test_scope_restores_the_config_after_an_exception():
     outer = get_parallel_config()
     with pytest.raises(KeyError), parallel_config(model_parallel=2):
         raise KeyError
@@ -369,16 +369,16 @@ def test_a_scope_ends_with_an_exception():
 
 
 @pytest.mark.parametrize(
-    "wrong, error", [({"model_parallel": 0}, ValueError), ({"model_paralel": 2}, TypeError)]
+    "fields, error", [({"model_parallel": 0}, ValueError), ({"model_paralel": 2}, TypeError)]
 )
-def test_a_scope_that_is_refused_changes_nothing(wrong, error):
+def test_invalid_scope_changes_nothing(fields, error):
     outer = get_parallel_config()
-    with pytest.raises(error, match=next(iter(wrong))), parallel_config(**wrong):
+    with pytest.raises(error, match=next(iter(fields))), parallel_config(**fields):
         pass
     assert get_parallel_config() is outer
 
 
-def test_a_scope_does_not_change_the_config_it_starts_from():
+def test_scope_does_not_change_the_outer_config():
     config = TransformerOpParallelConfig()
     set_parallel_config(config)
     with parallel_config() as inside:
@@ -387,6 +387,6 @@ def test_a_scope_does_not_change_the_config_it_starts_from():
     assert config == TransformerOpParallelConfig() and get_parallel_config() is config
 
 
-def test_the_names_are_public():
+def test_configs_are_public():
     for cls in DEFAULTS:
         assert getattr(dtransformer, cls.__name__) is cls

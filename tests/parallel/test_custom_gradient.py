@@ -1,4 +1,4 @@
-"""Promise: gradients written by hand are taken as with `tf.custom_gradient`, and keep less."""
+"""Promise: custom gradients work like `tf.custom_gradient` and save fewer tensors."""
 
 import gc
 import weakref
@@ -16,13 +16,13 @@ X = tf.constant([3.0, 5.0])
 
 @custom_gradient
 def halves(x):
-    """Two results, of which the second one's gradient is another."""
+    """Return two results with different custom gradients."""
     return (x * x, x + 1.0), lambda dy, dz: 0.5 * dy + 10.0 * dz
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("kind", ["eager", "function", "inner function", "xla"])
-def test_of_several_results_some_may_not_be_used(used, kind):
+def test_unused_results_contribute_no_gradient(used, kind):
     inner = tf.function(halves, autograph=False) if kind == "inner function" else halves
 
     def gradient(x):
@@ -38,18 +38,18 @@ def test_of_several_results_some_may_not_be_used(used, kind):
     np.testing.assert_array_equal(gradient(X), [expected] * 2)
 
 
-def test_a_variable_that_is_read_inside_is_an_error():
+def test_rejects_variables_read_inside():
     weight = tf.Variable(2.0, name="weight")
 
     @tf.function(autograph=False)
     def run(x):
         return custom_gradient(lambda x: (x * weight, lambda dy: dy))(x)
 
-    with pytest.raises(TypeError, match="weight.* whose gradient would be lost"):
+    with pytest.raises(TypeError, match="weight.* so their gradients would be lost"):
         run(X)
 
 
-def test_a_graph_ends_with_its_function():
+def test_graph_is_freed_with_its_function():
     def run(x):
         return custom_gradient(lambda x: (x * 2.0, lambda dy: dy))(x)
 
@@ -58,7 +58,7 @@ def test_a_graph_ends_with_its_function():
     assert graph() is None
 
 
-def test_a_layer_is_exported(tmp_path):
+def test_layer_with_custom_gradients_can_be_exported(tmp_path):
     inputs = keras.Input((5, 8))
     model = keras.Model(inputs, TransformerEncoderLayer(8, 2, 16, hidden_act="gelu")(inputs))
     model.export(tmp_path / "model", verbose=False)

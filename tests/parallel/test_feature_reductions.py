@@ -1,4 +1,4 @@
-"""Promise: operations along features are the plain ones, with the gradients of the plain ones."""
+"""Promise: operations along features equal plain TensorFlow operations, and so do gradients."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def values(*shape):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("shape", "rank"), [((2, 3, 4), 1), ((5, 3), 1), ((2, 3, 4, 5), 2)])
-def test_a_bias_and_its_gradient(shape, rank, compiled):
+def test_add_bias_and_its_gradient(shape, rank, compiled):
     def gradients(add, x, bias, dy):
         with tf.GradientTape() as tape:
             tape.watch([x, bias])
@@ -23,12 +23,12 @@ def test_a_bias_and_its_gradient(shape, rank, compiled):
         return y, *tape.gradient(y, [x, bias], dy)
 
     run = tf.function(gradients) if compiled else gradients
-    given = values(*shape), values(*shape[-rank:]), values(*shape)
-    for own, other in zip(run(add_bias, *given), gradients(tf.add, *given), strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-12)
+    inputs = values(*shape), values(*shape[-rank:]), values(*shape)
+    for actual, expected in zip(run(add_bias, *inputs), gradients(tf.add, *inputs), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
-def test_sums_and_means():
+def test_sum_to_features_and_mean_of_features():
     x, weights = values(2, 3, 4), values(4)
     np.testing.assert_allclose(sum_to_features(x), tf.reduce_sum(x, [0, 1]), rtol=1e-12)
     np.testing.assert_allclose(sum_to_features(x, 2), tf.reduce_sum(x, 0), rtol=1e-12)

@@ -1,4 +1,4 @@
-"""The job of one process: what init gives, refuses, and derives seeds from."""
+"""Promise: `init` joins a job of one process, rejects invalid layouts and derives seeds."""
 
 import sys
 import threading
@@ -18,7 +18,7 @@ def leave_the_job():
     dtransformer.shutdown()
 
 
-def test_alone():
+def test_init_and_shutdown_in_one_process():
     assert not job.is_initialized()
     topology = dtransformer.init(seed=7)
     assert job.is_initialized()
@@ -27,42 +27,42 @@ def test_alone():
     assert dtransformer.is_chief()
     assert job.data_shard() == (0, 1)
     assert job.seed() == 7
-    assert dtransformer.get_parallel_config().data_parallel == 1, "it is known from now on"
-    job.barrier()  # of one: returns
+    assert dtransformer.get_parallel_config().data_parallel == 1, "init must set data_parallel"
+    job.barrier()  # returns immediately
     dtransformer.shutdown()
     assert not job.is_initialized()
     dtransformer.shutdown()  # a second time does nothing
-    dtransformer.init()  # and a job can be joined again
+    dtransformer.init()  # joins a job again
     assert dtransformer.rank() == 0
 
 
-def test_before_init_a_process_is_alone():
+def test_rank_and_size_before_init():
     assert (dtransformer.rank(), dtransformer.size(), dtransformer.is_chief()) == (0, 1, True)
     assert job.data_shard() == (0, 1)
 
 
-def test_init_makes_the_config_the_global_one():
+def test_init_sets_the_global_config():
     config = TransformerOpParallelConfig(gradient_aggregation_group=2, vocab_emb_dp=False)
     dtransformer.init(config)
     expected = TransformerOpParallelConfig(
         data_parallel=1, gradient_aggregation_group=2, vocab_emb_dp=False
     )
     assert dtransformer.get_parallel_config() == expected
-    assert config.data_parallel is None, "the config itself stays as it was"
+    assert config.data_parallel is None, "init must not change its argument"
 
 
-def test_a_thread_is_alone_by_itself():
+def test_alone_affects_only_its_thread():
     dtransformer.init(seed=7)
-    sizes = []
+    results = []
     with job.alone():
         assert job.current() is not job._job and job.seed() == 7
-        other = threading.Thread(target=lambda: sizes.append(job.current() is job._job))
-        other.start()
-        other.join()
-    assert sizes == [True] and job.current() is job._job
+        thread = threading.Thread(target=lambda: results.append(job.current() is job._job))
+        thread.start()
+        thread.join()
+    assert results == [True] and job.current() is job._job
 
 
-def test_a_layout_that_is_refused_leaves_the_job_as_it_was():
+def test_rejected_layout_keeps_the_old_mesh():
     dtransformer.init(TransformerOpParallelConfig(model_parallel=2), local_devices=2)
     mesh = job.mesh()
     with pytest.raises(ValueError, match="model_parallel"):
@@ -70,37 +70,37 @@ def test_a_layout_that_is_refused_leaves_the_job_as_it_was():
     assert job.mesh() is mesh and mesh is not None
 
 
-def test_gradients_that_no_level_shards_are_not_added_up_as_shards():
+def test_rejects_sharded_accumulation_at_level_1():
     config = TransformerOpParallelConfig(gradient_accumulation_shard=True, optimizer_shard=1)
     with pytest.raises(ValueError, match="does not work with `optimizer_shard=1`.*=2` or `3`"):
         validators.check_supported(config)
 
 
-def test_init_without_a_seed_keeps_the_one_that_was_set():
+def test_init_without_a_seed_keeps_the_old_seed():
     dtransformer.set_seed(11)
     dtransformer.init()
     assert job.seed() == 11
 
 
 @pytest.mark.parametrize(
-    "fields, numbers",
+    "fields, words",
     [
         ({"data_parallel": 2}, ["data_parallel=2", "2 ranks", "has 1"]),
         ({"model_parallel": 4}, ["model_parallel=4", "4 ranks", "has 1"]),
         ({"data_parallel": 2, "pipeline_stage": 3}, ["pipeline_stage=3", "6 ranks", "has 1"]),
     ],
 )
-def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
+def test_rejects_a_layout_that_does_not_fit_the_ranks(fields, words):
     before = dtransformer.get_parallel_config()
     with pytest.raises(ValueError) as caught:
         dtransformer.init(TransformerOpParallelConfig(**fields))
-    assert all(number in str(caught.value) for number in numbers)
+    assert all(word in str(caught.value) for word in words)
     assert "dtransformer launch -np" in str(caught.value) and "\n" not in str(caught.value)
     assert not job.is_initialized()
     assert dtransformer.get_parallel_config() is before
 
 
-def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
+def test_messages_explain_how_to_install_horovod(monkeypatch):
     for name in ("horovod", "horovod.tensorflow"):
         monkeypatch.setitem(sys.modules, name, None)  # Python's way to say that it is not there
     with pytest.raises(ValueError, match="dtransformer launch -np 2` .*doctor --install-horovod"):
@@ -115,7 +115,7 @@ def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
     assert not job.is_initialized()
 
 
-def test_processes_of_another_launcher_do_not_train_alone(monkeypatch):
+def test_rejects_processes_of_other_launchers(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(ValueError, match="srun has started .*NUM_TASKS='4'.*dtransformer launch"):
@@ -142,12 +142,12 @@ def test_processes_of_another_launcher_do_not_train_alone(monkeypatch):
     ],
     ids=str,
 )
-def test_what_is_carried_out(fields):
+def test_accepts_supported_configs(fields):
     validators.check_supported(TransformerOpParallelConfig(**fields))
 
 
 @pytest.mark.parametrize("level", [False, 3])
-def test_levels_at_which_no_rank_could_own_a_weight_are_refused(level):
+def test_rejects_levels_without_owners_of_whole_weights(level):
     config = TransformerOpParallelConfig(optimizer_shard_partition="whole", optimizer_shard=level)
     with pytest.raises(
         ValueError, match=f"'whole'.*={level}`, because .*Set `optimizer_shard=1` or `2`"
@@ -160,7 +160,7 @@ def test_levels_at_which_no_rank_could_own_a_weight_are_refused(level):
     [{"optimizer_shard": 3}, {"gradient_accumulation_shard": True, "optimizer_shard": 2}],
     ids=str,
 )
-def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
+def test_rejects_gradient_and_weight_shards_in_pipelines(fields):
     (name, value), *_ = fields.items()
     with pytest.raises(
         ValueError, match=f"`{name}={value}` does not work with `pipeline_stage=2`. "
@@ -196,12 +196,12 @@ def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
     ],
     ids=str,
 )
-def test_a_pipeline_that_cannot_work_is_refused_at_once(fields, words):
+def test_rejects_impossible_pipelines(fields, words):
     with pytest.raises(ValueError, match=words):
         validators.check_supported(TransformerOpParallelConfig(**fields))
 
 
-def test_a_sequence_that_would_be_sharded_twice_is_refused():
+def test_rejects_sequences_sharded_twice():
     fields = {"context_parallel": 2, "model_parallel": 2, "sequence_parallel": True}
     with pytest.raises(ValueError, match="sequence_parallel=True.*context_parallel=2.*Set"):
         validators.check_supported(TransformerOpParallelConfig(**fields))
@@ -214,22 +214,22 @@ def test_init_refuses_what_is_not_carried_out_and_stays_outside():
     assert dtransformer.get_parallel_config().expert_parallel == 1
 
 
-@pytest.mark.parametrize("wrong", [{"model_parallel": 1}, 4, TransformerRecomputeConfig()])
-def test_a_config_of_another_type(wrong):
+@pytest.mark.parametrize("config", [{"model_parallel": 1}, 4, TransformerRecomputeConfig()])
+def test_init_rejects_configs_of_other_types(config):
     with pytest.raises(TypeError, match="TransformerOpParallelConfig"):
-        dtransformer.init(wrong)
+        dtransformer.init(config)
     assert not job.is_initialized()
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**31, 2**63])
-def test_seeds(value):
+def test_accepts_valid_seeds(value):
     dtransformer.set_seed(value)
     assert job.seed() == value
     assert 0 <= seeds.derived_seed("a weight") < 2**31
 
 
 @pytest.mark.parametrize("value", ["1", None, 1.0, True, -1])
-def test_wrong_seeds_are_refused_and_the_old_one_stays(value):
+def test_rejects_invalid_seeds_and_keeps_the_old_one(value):
     dtransformer.set_seed(5)
     with pytest.raises(ValueError, match=f"seed.*{value}"):
         dtransformer.set_seed(value)
@@ -237,14 +237,14 @@ def test_wrong_seeds_are_refused_and_the_old_one_stays(value):
 
 
 @pytest.mark.parametrize("value", ["1", True, -1])
-def test_init_with_a_wrong_seed_joins_nothing(value):
+def test_init_with_an_invalid_seed_changes_nothing(value):
     with pytest.raises(ValueError, match="seed"):
         dtransformer.init(TransformerOpParallelConfig(gradient_aggregation_group=2), seed=value)
     assert not job.is_initialized()
     assert dtransformer.get_parallel_config() == TransformerOpParallelConfig()
 
 
-def test_derived_seeds_depend_on_the_seed_and_the_names_only():
+def test_derived_seeds_depend_only_on_the_seed_and_the_names():
     names = [("a",), ("b",), ("a", "b"), ("ab",), ("b", "a"), ("a", 1), ("a", "1")]
     derived = {}
     for seed in (0, 1, 2):
@@ -255,7 +255,7 @@ def test_derived_seeds_depend_on_the_seed_and_the_names_only():
     assert len({seed for seeds in derived.values() for seed in seeds}) == 3 * len(names)
 
 
-def test_derived_seeds_stay_the_same_for_ever():
-    """Or a run of an earlier version could not be repeated."""
+def test_derived_seeds_never_change():
+    """A change would make runs of earlier versions irreproducible."""
     dtransformer.set_seed(0)
     assert seeds.derived_seed("transformer/encoder/block_0/attention/query_kernel") == 1354898919

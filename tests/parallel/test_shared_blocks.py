@@ -1,4 +1,4 @@
-"""Promise: blocks of a stack are traced once, and each computes what it would by itself."""
+"""Promise: identical blocks of a stack are traced once, without a change of results."""
 
 import keras
 import numpy as np
@@ -20,8 +20,8 @@ SEED = [3, 4]
 
 
 def stack(kind=TransformerEncoder, num_layers=3, **options):
-    """Return blocks whose weights, biases as well, all differ."""
-    layers = kind(num_layers, 8, 2, 16, name="stack", **options)  # paths decide the masks
+    """Return a stack of blocks with different weights and biases."""
+    layers = kind(num_layers, 8, 2, 16, name="stack", **options)
     layers.build(X.shape)
     rng = np.random.default_rng(2)
     layers.set_weights([rng.normal(size=w.shape, scale=0.5) for w in layers.weights])
@@ -29,7 +29,7 @@ def stack(kind=TransformerEncoder, num_layers=3, **options):
 
 
 def results(layers, training=True):
-    """Return the output, and the gradients of the input and the weights, of a traced call."""
+    """Return the output and the gradients of the input and the weights of a traced call."""
     arguments = ()
     if isinstance(layers, TransformerDecoder):
         arguments = (AttentionMask()(np.ones((2, 5))), MEMORY, MASK)
@@ -45,7 +45,7 @@ def results(layers, training=True):
     return tf.nest.flatten(run(tf.constant(X)))
 
 
-def by_themselves(layers):
+def without_sharing(layers):
     for block in layers.blocks:
         block.shared = None
     return layers
@@ -70,10 +70,10 @@ def another_activation(layers):
 
 @pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
 @pytest.mark.parametrize("training", [False, True])
-def test_results_are_those_of_each_block_by_itself(kind, training):
-    expected = results(by_themselves(stack(kind)), training)
-    for own, other in zip(results(stack(kind), training), expected, strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+def test_shared_tracing_does_not_change_results(kind, training):
+    expected = results(without_sharing(stack(kind)), training)
+    for actual, expected_result in zip(results(stack(kind), training), expected, strict=True):
+        np.testing.assert_allclose(actual, expected_result, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,19 @@ def test_results_are_those_of_each_block_by_itself(kind, training):
     [one_recomputed, another_rate, one_frozen, another_activation],
     ids=lambda x: x.__name__,
 )
-def test_a_block_that_was_changed_is_no_more_like_the_others(change):
-    found, expected = stack(), stack()
-    before = results(found)[0]
-    for layers in (found, expected):
+def test_changed_block_is_traced_separately(change):
+    shared, separate = stack(), stack()
+    before = results(shared)[0]
+    for layers in (shared, separate):
         change(layers)
-    results_found, results_expected = results(found), results(by_themselves(expected))
-    for own, other in zip(results_found, results_expected, strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
-    same = np.allclose(before, results_found[0], atol=1e-6)
+    shared_results, separate_results = results(shared), results(without_sharing(separate))
+    for actual, expected in zip(shared_results, separate_results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    same = np.allclose(before, shared_results[0], atol=1e-6)
     assert same == (change in (one_recomputed, one_frozen))
 
 
-def test_one_block_is_traced_whatever_the_depth(monkeypatch):
+def test_only_one_block_is_traced_at_any_depth(monkeypatch):
     calls = []
     compute = TransformerEncoderLayer._compute
     monkeypatch.setattr(
@@ -105,7 +105,7 @@ def test_one_block_is_traced_whatever_the_depth(monkeypatch):
     assert calls == ["block_0"]
 
 
-def test_blocks_with_layers_that_may_have_states_are_traced_one_by_one():
+def test_blocks_with_stateful_layers_are_not_shared():
     class Noisy(TransformerEncoderLayer):
         def add_sublayers(self):
             super().add_sublayers()
@@ -121,7 +121,7 @@ def test_blocks_with_layers_that_may_have_states_are_traced_one_by_one():
     run = tf.function(lambda x: layers(x, training=True))
     assert (
         np.abs(run(tf.constant(X)) - run(tf.constant(X))).max() > 0.1
-    )  # the noise's states change
+    )  # the noise differs between calls
 
 
 def in_a_function(layers, x):
@@ -133,8 +133,8 @@ def in_a_loop(layers, x):
 
 
 @pytest.mark.parametrize("call", [in_a_function, in_a_loop])
-def test_gradients_go_through_functions_and_loops_under_a_tape(call):
-    """Their own inputs are on no tape there, which what is traced inside cannot know."""
+def test_gradients_through_functions_and_loops(call):
+    """A block inside cannot see that its inputs are watched by an outer tape."""
 
     def gradients(layers):
         x = tf.constant(X)
@@ -143,14 +143,14 @@ def test_gradients_go_through_functions_and_loops_under_a_tape(call):
             y = call(layers, x)
         return tape.gradient(y, [x, *(weight.value for weight in layers.trainable_variables)])
 
-    expected, found = gradients(by_themselves(stack())), tf.function(gradients)(stack())
-    for own, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-4)
+    expected, actual = gradients(without_sharing(stack())), tf.function(gradients)(stack())
+    for gradient, expected_gradient in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-4)
 
 
-def test_for_gradients_only_what_they_read_is_kept():
-    """A block's function hands out two tensors like its probabilities, and what is not so large."""
-    layers = stack(num_layers=13, hidden_act="relu")  # so many are called, not copied
+def test_only_tensors_that_gradients_read_are_saved():
+    """A block saves two tensors of the size of its attention probabilities, and smaller ones."""
+    layers = stack(num_layers=13, hidden_act="relu")  # TensorFlow inlines shallow stacks
 
     @tf.function(autograph=False)
     def run(x):
@@ -166,5 +166,5 @@ def test_for_gradients_only_what_they_read_is_kept():
     for block in blocks:
         shapes = [tuple(x.shape) for x in block.outputs if x.dtype == tf.float32]
         assert shapes.count((None, 2, None, None)) == 2  # before and after dropout
-        # The result, the factors of two products, and what each norm has made of its input.
+        # These are the result, the inputs of two products and the output of each norm.
         assert sum(x == (None, None, 8) for x in shapes) <= 5, shapes

@@ -11,7 +11,7 @@ from dtransformer.parallel.recompute.recompute import recomputed
 
 
 class Block(keras.layers.Layer):
-    """Products of every kind: joint, by heads, and with a bias and an activation."""
+    """Layer with joint products, products by heads, biases and an activation."""
 
     def __init__(self):
         super().__init__()
@@ -38,36 +38,38 @@ def block_and_x():
     return block, x
 
 
-def test_what_is_left_gives_the_gradients_of_kernels(block_and_x):
+def test_deferred_kernel_gradients_equal_direct_gradients(block_and_x):
     block, x = block_and_x
 
     @tf.function
-    def at_once(x):
+    def direct(x):
         return tf.reduce_sum(tf.sin(block(x))), {}
 
     @tf.function
-    def divided(x):
+    def split(x):
         with splitting_backward() as deferred:
             return tf.reduce_sum(tf.sin(block(x))), deferred
 
-    expected, _ = gradients_of(at_once, x, block)
-    found, deferred = gradients_of(divided, x, block)
-    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    expected, _ = gradients_of(direct, x, block)
+    actual, deferred = gradients_of(split, x, block)
+    np.testing.assert_allclose(actual[0], expected[0], atol=1e-5)
     assert len(deferred) == 6  # query, key, value, output, and the two of the feed-forward network
-    for weight, one, right in zip(block.trainable_variables, found[1:], expected[1:], strict=True):
+    for weight, gradient, expected_gradient in zip(
+        block.trainable_variables, actual[1:], expected[1:], strict=True
+    ):
         if weight.path in deferred:
-            (one,) = kernel_gradients([(deferred[weight.path], one)])
-        np.testing.assert_allclose(tf.reshape(one, weight.shape), right, atol=1e-5)
+            (gradient,) = kernel_gradients([(deferred[weight.path], gradient)])
+        np.testing.assert_allclose(tf.reshape(gradient, weight.shape), expected_gradient, atol=1e-5)
 
 
-def test_blocks_that_are_recomputed_divide_nothing(block_and_x):
+def test_recomputed_blocks_do_not_defer_gradients(block_and_x):
     block, x = block_and_x
     with splitting_backward() as deferred:
         recomputed(block, [x], block.trainable_variables)
     assert deferred == {}
 
 
-def test_a_kernel_that_is_multiplied_with_twice_is_refused(block_and_x):
+def test_rejects_a_kernel_that_is_used_twice(block_and_x):
     block, x = block_and_x
     with (
         splitting_backward(),

@@ -1,4 +1,4 @@
-"""The grid of ranks: the order of the axes, and who shares what with whom."""
+"""Promise: the topology arranges ranks in a grid and derives every process group from it."""
 
 import math
 
@@ -27,12 +27,12 @@ def grid(shape):
 
 
 @each_shape
-def test_groups_are_those_of_the_grid(shape):
-    """The model axis is fastest, the stage outermost, of a device a rank."""
+def test_groups_match_the_rank_grid(shape):
+    """With one device per rank, the model axis varies fastest and the stage axis slowest."""
     topology, ranks = grid(shape), np.arange(math.prod(shape)).reshape(shape)
     assert topology.size == ranks.size and topology.shape == shape
-    for place, rank in np.ndenumerate(ranks):
-        stage, data, context, model = place
+    for coordinates, rank in np.ndenumerate(ranks):
+        stage, data, context, model = coordinates
         mesh, replicas = ranks[stage, data].reshape(-1), ranks[stage, :, context, model]
         assert topology.stage_of(rank) == stage
         assert topology.data_shard(rank) == (data, shape[1])
@@ -41,15 +41,15 @@ def test_groups_are_those_of_the_grid(shape):
         assert topology.pipeline_group(rank) == tuple(ranks[:, data, context, model])
 
 
-def test_ranks_0_and_4_of_8_hold_the_same_shards():
+def test_data_parallel_replicas_are_one_mesh_apart():
     topology = Topology(data=2, model=4)
     groups = [topology.data_parallel_group(rank) for rank in range(4)]
     assert groups == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert topology.model_parallel_group(5) == (4, 5, 6, 7)
 
 
-def test_meshes_and_stages_of_a_pipeline():
-    """Two stages of two meshes of two: a stage's next one is half the job away."""
+def test_pipeline_stages_are_half_the_job_apart():
+    """Each of the two stages has two meshes of two ranks."""
     topology = Topology(stage=2, data=2, model=2)
     meshes = tuple(
         dict.fromkeys(topology.model_parallel_group(rank) for rank in range(topology.size))
@@ -74,12 +74,12 @@ def test_from_config(fields, num_ranks, shape):
     assert topology == grid(shape) and topology.size == num_ranks
 
 
-def test_from_a_config_that_does_not_fit_the_job():
+def test_config_must_fit_the_number_of_ranks():
     with pytest.raises(ValueError, match="model_parallel=4.*has 6"):
         Topology.from_config(TransformerOpParallelConfig(model_parallel=4), 6)
 
 
-def test_what_is_printed():
+def test_string_lists_axes_larger_than_one():
     assert str(Topology()) == "one rank"
     assert str(Topology(stage=2, data=3, model=4)) == "stage 2 · data 3 · model 4"
 
@@ -87,14 +87,14 @@ def test_what_is_printed():
 @pytest.mark.parametrize(
     "fields, meshes, data_parallel_groups, shards",
     [
-        # One device a rank.
+        # One device per rank.
         (
             dict(data=2, model=2),
             ((0, 1), (2, 3)),
             ((0, 2), (1, 3)),
             [(0, 2), (0, 2), (1, 2), (1, 2)],
         ),
-        # The model axis inside of each rank, over two ranks, and the data axis inside of a rank.
+        # Model axis within a rank, model axis over two ranks, data axis within a rank.
         (dict(data=2, model=2, local_devices=2), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),
         (dict(model=4, local_devices=2), ((0, 1),), ((0,), (1,)), [(0, 1), (0, 1)]),
         (dict(data=4, model=2, local_devices=4), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),
@@ -106,7 +106,7 @@ def test_what_is_printed():
             ((0, 1), (2, 3)),
             [(0, 2), (1, 2), (0, 2), (1, 2)],
         ),
-        # Experts over two of four replicas: a mesh has two, and two have the same experts.
+        # Experts sharded over two of four replicas: two meshes, each with all experts.
         (
             dict(data=4, expert=2),
             ((0, 1), (2, 3)),
@@ -116,7 +116,7 @@ def test_what_is_printed():
         (dict(data=2, model=2, expert=2), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,)), [(0, 1)] * 4),
     ],
 )
-def test_meshes_data_parallel_groups_and_shares(fields, meshes, data_parallel_groups, shards):
+def test_meshes_data_parallel_groups_and_data_shards(fields, meshes, data_parallel_groups, shards):
     topology = Topology(**fields)
     ranks = range(topology.num_ranks)
     assert tuple(dict.fromkeys(map(topology.model_parallel_group, ranks))) == meshes
@@ -139,6 +139,6 @@ def test_devices_of_a_rank_that_make_no_even_part(fields):
         (dict(data=12, expert=6, local_devices=4), "local_devices=4.*meshes of 6 devices"),
     ],
 )
-def test_experts_that_no_mesh_can_hold(fields, words):
+def test_expert_parallelism_must_fit_the_mesh(fields, words):
     with pytest.raises(ValueError, match=words):
         Topology(**fields)

@@ -1,4 +1,4 @@
-"""Scoped values end with their block, nest, and belong to one thread."""
+"""Promise: scoped values nest, end with their block and are separate for each thread."""
 
 import threading
 

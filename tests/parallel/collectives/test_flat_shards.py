@@ -1,4 +1,4 @@
-"""Promise: flat shards put a tensor together again, and nothing but zeros pads them."""
+"""Promise: flat shards of all ranks restore a tensor, and only zeros pad them."""
 
 import math
 
@@ -16,7 +16,7 @@ SHAPES = [(), (1,), (7,), (8,), (3, 5), (2, 3, 4)]
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shards_of_all_ranks_are_the_tensor(shape, num_shards):
+def test_shards_of_all_ranks_restore_the_tensor(shape, num_shards):
     x = np.random.default_rng(0).standard_normal(shape).astype("float32")
     shards = flat_shards.to_shards(tf.constant(x), num_shards)
     division = Division.even(math.prod(shape), num_shards)
@@ -28,34 +28,34 @@ def test_shards_of_all_ranks_are_the_tensor(shape, num_shards):
         np.testing.assert_array_equal(flat_shards.own_shard(tf.constant(x), group), shards[index])
 
 
-def test_shards_are_as_small_as_can_be():
-    of = [Division.even(n, d).sizes[0] for n, d in ((12, 4), (13, 4), (1, 4), (0, 4), (9, 1))]
-    assert of == [3, 4, 1, 0, 9]
+def test_shards_have_minimal_size():
+    sizes = [Division.even(n, d).sizes[0] for n, d in ((12, 4), (13, 4), (1, 4), (0, 4), (9, 1))]
+    assert sizes == [3, 4, 1, 0, 9]
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
-def test_what_one_rank_owns_is_nothing_to_the_others(owner):
+def test_only_the_owner_has_elements_of_a_whole_tensor(owner):
     division, x = Division.whole(6, 3, owner), tf.reshape(tf.range(6.0), [2, 3])
     for index in range(3):
-        own = flat_shards.own_shard(x, Group((0, 1, 2), index), division)
-        np.testing.assert_array_equal(own, range(6) if index == owner else [])
+        shard = flat_shards.own_shard(x, Group((0, 1, 2), index), division)
+        np.testing.assert_array_equal(shard, range(6) if index == owner else [])
     assert [division.range_of(i)[1] for i in range(3)] == [6 * (i >= owner) for i in range(3)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_group_of_one_has_everything(dtype):
+def test_collectives_of_a_single_rank_return_the_tensors(dtype):
     tensors = [tf.cast(tf.range(6.0), dtype), tf.ones([2, 2], dtype)]
     alone = Group((0,), 0)
     shards = flat_shards.reduce_scatter(tensors, alone, "sums")
     gathered = flat_shards.all_gather(shards, [(6,), (2, 2)], alone, "weights")
     reduced = flat_shards.all_reduce(tensors, alone, "gradients", "float16")
-    for found in (gathered, reduced):
-        for tensor, expected in zip(found, tensors, strict=True):
+    for results in (gathered, reduced):
+        for tensor, expected in zip(results, tensors, strict=True):
             assert tensor.dtype == dtype
             np.testing.assert_array_equal(tensor, expected)
 
 
-def test_tensors_of_each_type_travel_together_and_come_back_in_order():
+def test_by_dtype_batches_each_dtype_and_keeps_the_order():
     tensors = [tf.constant(i, dtype) for i, dtype in enumerate(["int32", "float32", "int32"])]
     calls = []
 
@@ -63,11 +63,13 @@ def test_tensors_of_each_type_travel_together_and_come_back_in_order():
         calls.append((names, dtype))
         return [x + 10 for x in tensors]
 
-    found = by_dtype(collective, tensors, ["a", "b", "c"])
+    results = by_dtype(collective, tensors, ["a", "b", "c"])
     assert calls == [(["a", "c"], "int32"), (["b"], "float32")]
-    assert [(x.dtype.name, int(x)) for x in found] == [
+    assert [(x.dtype.name, int(x)) for x in results] == [
         ("int32", 10),
         ("float32", 11),
         ("int32", 12),
     ]
-    assert by_dtype(collective, [], []) == [] and len(calls) == 2, "of nothing nothing is sent"
+    assert by_dtype(collective, [], []) == [] and len(calls) == 2, (
+        "an empty list must not call the collective"
+    )

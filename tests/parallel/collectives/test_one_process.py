@@ -1,4 +1,4 @@
-"""Groups and collectives of one process, without Horovod."""
+"""Promise: groups and collectives work in one process without Horovod."""
 
 import pathlib
 
@@ -11,7 +11,7 @@ from dtransformer.parallel import collectives
 from dtransformer.parallel.runtime import job
 
 
-def test_the_group_of_one():
+def test_single_process_is_the_only_group():
     group = job.new_group([0])
     assert (group.ranks, group.size, group.index, group.process_set) == ((0,), 1, 0, None)
     assert job.new_group(np.arange(1)) is group is job.whole_job()
@@ -31,13 +31,13 @@ def test_the_group_of_one():
         ([0.0], ["0.0", "rank 0 alone"]),
     ],
 )
-def test_wrong_groups(ranks, words):
+def test_rejects_invalid_groups(ranks, words):
     with pytest.raises(ValueError) as caught:
         job.new_group(ranks)
     assert all(word in str(caught.value) for word in words)
 
 
-SAME = {
+ARGUMENTS = {
     "broadcast": (),
     "reduce_sum": (),
     "all_reduce_sum": (),
@@ -51,18 +51,18 @@ SAME = {
 }
 
 
-def test_every_public_collective_is_checked_here():
-    others = {"Group", "new_group", "send", "recv"}
-    assert SAME.keys() | others == set(collectives.__all__)
+def test_every_public_collective_is_covered():
+    not_collectives = {"Group", "new_group", "send", "recv"}
+    assert ARGUMENTS.keys() | not_collectives == set(collectives.__all__)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", SAME)
-def test_alone_every_collective_is_the_identity(name, compiled):
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_collectives_are_the_identity_in_one_process(name, compiled):
     def gradient(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = getattr(collectives, name)(x, *SAME[name])
+            y = getattr(collectives, name)(x, *ARGUMENTS[name])
             loss = tf.reduce_sum(y**3)
         return y, tape.gradient(loss, x)
 
@@ -86,13 +86,13 @@ def test_alone_every_collective_is_the_identity(name, compiled):
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_wrong_calls(call, words, compiled):
+def test_rejects_invalid_arguments(call, words, compiled):
     with pytest.raises(ValueError) as caught:
         (tf.function(call, autograph=False) if compiled else call)(tf.zeros([2, 3]))
     assert all(word in str(caught.value) for word in words)
 
 
-def test_tensors_take_one_way_to_horovod():
+def test_only_transport_module_calls_horovod():
     package = pathlib.Path(dtransformer.__file__).parent
     texts = {path.stem: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     users = [name for name, text in texts.items() if "job.horovod()" in text]

@@ -1,4 +1,4 @@
-"""The plan of attention over a sharded sequence: all is seen once, and all shards have as much to do."""
+"""Promise: a context plan computes every visible pair once, with equal work on all shards."""
 
 import itertools
 
@@ -9,67 +9,67 @@ from dtransformer.parallel.context_parallel.plan import ContextPlan, check_heads
 from tests.parallel.context_parallel.formula import elements_sent
 
 MODES = "ulysses", "all_gather", "ring"
-REACHES = [(False, None), (True, None), (True, 7), (False, 5)]
+MASKS = [(False, None), (True, None), (True, 7), (False, 5)]
 
 
-def computed(plan, shard, causal, window, rows=3, columns=5, by_position=True):
-    """Return how often a shard computes each pair of positions, an int array [s, t]."""
-    times = np.zeros([plan.num_queries, plan.num_keys], int)
-    own = plan.num_keys // plan.shards
+def count_pairs(plan, shard, causal, window, rows=3, columns=5, by_position=True):
+    """Count how often a shard computes each pair of positions: int array [s, t]."""
+    counts = np.zeros([plan.num_queries, plan.num_keys], int)
+    keys_per_shard = plan.num_keys // plan.shards
     for segments, (first, last) in zip(plan.rounds, plan.round_parts, strict=True):
-        if plan.has_all_positions or last - first == own:
-            places = np.arange(plan.num_keys)
+        if plan.has_all_positions or last - first == keys_per_shard:
+            key_positions = np.arange(plan.num_keys)
         else:
-            of_shards = np.arange(plan.num_keys).reshape(plan.shards, own)[:, first:last]
-            places = of_shards.reshape(-1)
+            parts = np.arange(plan.num_keys).reshape(plan.shards, keys_per_shard)[:, first:last]
+            key_positions = parts.reshape(-1)
         for row in plan.rows(rows):
             queries = list(plan.positions(shard))[slice(*row)]
             for block in plan.columns(row, segments, causal, window, columns, by_position):
-                keys = places[block.start : block.end]
+                keys = key_positions[block.start : block.end]
                 if block.position is not None:
                     assert keys.tolist() == list(range(block.position, block.position + len(keys)))
-                times[np.ix_(queries, keys)] += 1
+                counts[np.ix_(queries, keys)] += 1
                 if plan.are_all_near(row, block, causal, window):
-                    assert seen(plan, causal, window)[np.ix_(queries, keys)].all()
-    return times
+                    assert visible(plan, causal, window)[np.ix_(queries, keys)].all()
+    return counts
 
 
-def seen(plan, causal, window):
-    away = np.arange(plan.num_queries)[:, None] - np.arange(plan.num_keys)[None, :]
-    allowed = away >= 0 if causal else np.ones_like(away, bool)
+def visible(plan, causal, window):
+    distance = np.arange(plan.num_queries)[:, None] - np.arange(plan.num_keys)[None, :]
+    allowed = distance >= 0 if causal else np.ones_like(distance, bool)
     if window is not None:
-        allowed &= (away < window) & (causal | (away > -window))
+        allowed &= (distance < window) & (causal | (distance > -window))
     return allowed
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shards, length", [(2, 16), (4, 32), (4, 24), (3, 27)])
-@pytest.mark.parametrize("causal, window", REACHES)
-def test_all_that_is_seen_is_computed_once(mode, shards, length, causal, window):
+@pytest.mark.parametrize("causal, window", MASKS)
+def test_every_visible_pair_is_computed_once(mode, shards, length, causal, window):
     plan = ContextPlan(mode, shards, length, length, causal and length % shards**2 == 0)
-    own = [computed(plan, shard, causal, window) for shard in range(shards)]
-    assert max(x.max() for x in own) == 1
+    counts = [count_pairs(plan, shard, causal, window) for shard in range(shards)]
+    assert max(x.max() for x in counts) == 1
     if plan.has_all_positions:
-        assert all((x > 0)[seen(plan, causal, window)].all() for x in own)
+        assert all((x > 0)[visible(plan, causal, window)].all() for x in counts)
     else:
-        assert ((sum(own) > 0) >= seen(plan, causal, window)).all()
+        assert ((sum(counts) > 0) >= visible(plan, causal, window)).all()
         positions = [plan.positions(shard) for shard in range(shards)]
         assert sorted(itertools.chain(*positions)) == list(range(length))
 
 
 @pytest.mark.parametrize("mode", ["all_gather", "ring"])
-def test_shards_have_the_same_to_do_under_a_causal_mask(mode):
+def test_causal_work_is_equal_on_all_shards(mode):
     plan = make_plan(mode, 4, (1, 8, 64, 4), (1, 8, 64, 4), causal=True, has_bias=False)
-    work = [computed(plan, shard, True, None, 1, 1).sum() for shard in range(4)]
+    work = [count_pairs(plan, shard, True, None, 1, 1).sum() for shard in range(4)]
     assert len(set(work)) == 1
-    assert work[0] <= 64 * (64 / 4 + 4) / 2, "half of all scores, and the diagonal"
+    assert work[0] <= 64 * (64 / 4 + 4) / 2, "at most half of all scores plus the diagonal"
 
 
-def test_a_memory_of_another_length():
+def test_cross_attention_covers_keys_of_another_length():
     plan = ContextPlan("ring", 4, 8, 20)
     for shard in range(4):
-        times = computed(plan, shard, False, None, by_position=False)
-        assert (times[list(plan.positions(shard))] == 1).all()
+        counts = count_pairs(plan, shard, False, None, by_position=False)
+        assert (counts[list(plan.positions(shard))] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_a_memory_of_another_length():
         ("ring", (8, 4), 64, "ring"),
     ],
 )
-def test_the_mode_that_is_chosen(mode, heads, length, expected):
+def test_auto_mode_depends_on_heads_and_length(mode, heads, length, expected):
     (n, m), d = heads, 64
     plan = make_plan(mode, 4, (1, n, length, d), (1, m, length, d), True, False)
     assert plan.mode == expected
 
 
-def test_what_is_sent():
-    """By the published forms: c - 1 of c parts of queries, keys, values and context; or all keys."""
+def test_formula_matches_published_volumes():
+    """Ulysses sends `(c - 1) / c` of queries, keys, values and context, the others all keys."""
     b, n, m, d, s, c = 2, 8, 4, 16, 64, 4
     queries, keys = b * n * d * s // c, 2 * b * m * d * s // c
     by_heads = (c - 1) * (2 * queries + keys) // c
@@ -101,7 +101,7 @@ def test_what_is_sent():
         assert elements_sent(plan, b, n, m, d) == sent
         stripes = (c - 1) * 2 * queries // c
         plan = ContextPlan(mode, c, s, s, is_striped=True)
-        striped = {kind: number + stripes for kind, number in sent.items()}
+        striped = {kind: elements + stripes for kind, elements in sent.items()}
         assert elements_sent(plan, b, n, m, d) == striped
 
 

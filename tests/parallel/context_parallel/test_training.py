@@ -1,4 +1,4 @@
-"""Promise: sharded sequences train with recompute, dropout, 16 bits; wrong ones are told at once."""
+"""Promise: sharded sequences train with recompute, dropout and 16 bits, and bad lengths raise."""
 
 import keras
 import numpy as np
@@ -19,35 +19,35 @@ from tests.on_mesh import (
 from tests.tolerances import TRAINING_16_BIT
 
 
-def trained(options=None, **fields):
+def train(options=None, **fields):
     start(model_parallel=1, context_parallel=2, **fields)
-    found = losses(trainer_of(network(**(options or {}))), s=16)
+    step_losses = losses(trainer_of(network(**(options or {}))), s=16)
     stop()
-    return found
+    return step_losses
 
 
 @on_mesh
-def test_what_is_recomputed_drops_the_same():
+def test_recompute_repeats_the_dropout_masks():
     options = {"dropout_rate": 0.2, "encoder_layers": 1}
-    kept = trained(options, context_parallel_mode="all_gather")
-    again = trained(options, context_parallel_mode="all_gather", recompute=True)
-    np.testing.assert_allclose(again, kept, rtol=1e-6)
-    (undropped,) = losses(trainer_of(network()), steps=1, s=16)
-    assert abs(kept[0] / undropped - 1) > 1e-4
+    without_recompute = train(options, context_parallel_mode="all_gather")
+    with_recompute = train(options, context_parallel_mode="all_gather", recompute=True)
+    np.testing.assert_allclose(with_recompute, without_recompute, rtol=1e-6)
+    (loss_without_dropout,) = losses(trainer_of(network()), steps=1, s=16)
+    assert abs(without_recompute[0] / loss_without_dropout - 1) > 1e-4
 
 
 @pytest.mark.long
 @on_mesh
-def test_in_16_bits():
+def test_16_bit_losses_match_float32():
     expected = losses(trainer_of(network()), s=16)
     keras.config.set_dtype_policy("mixed_bfloat16")
-    found = trained(context_parallel_mode="ring")
+    actual = train(context_parallel_mode="ring")
     keras.config.set_dtype_policy("float32")
-    np.testing.assert_allclose(found, expected, rtol=TRAINING_16_BIT["mixed_bfloat16"])
+    np.testing.assert_allclose(actual, expected, rtol=TRAINING_16_BIT["mixed_bfloat16"])
 
 
 @on_mesh
-def test_a_batch_that_shards_do_not_divide_is_refused_before_a_step():
+def test_rejects_a_length_that_shards_do_not_divide_before_a_step():
     start(model_parallel=1, context_parallel=2)
     model = CausalLM(30, hidden_size=16, num_heads=2, num_layers=1)
     ids = np.ones((2, 15), "int32")
@@ -66,7 +66,7 @@ def test_a_batch_that_shards_do_not_divide_is_refused_before_a_step():
         ({}, {"implementation": "reference"}, "'reference'` does not support .*context_parallel=4"),
     ],
 )
-def test_a_layer_that_cannot_be_sharded_is_refused_when_it_is_made(fields, options, words):
+def test_constructor_rejects_layers_that_cannot_be_sharded(fields, options, words):
     with dtransformer.parallel_config(context_parallel=4, **fields):
         with pytest.raises(ValueError, match=words):
             MultiHeadAttention(48, 6, **options)

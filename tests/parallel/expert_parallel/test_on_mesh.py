@@ -1,4 +1,4 @@
-"""Promise: sharded experts compute the results of one device and send the predicted bytes."""
+"""Promise: sharded experts match one device, and their communication matches the formula."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ from tests.on_mesh import on_mesh, raises, start, stop
 BATCH, LENGTH, HIDDEN = 4, 8, 6
 TWO = {"expert_num": 4, "num_experts_chosen": 2, "z_loss_factor": 0.01}
 BY_SIGMOID = {"router_type": "sigmoid", "routing_groups": 2, "routing_groups_chosen": 1}
-# Fields of the `MoEConfig`, arguments of the layer, and of the parallel config.
+# Each case has fields of `MoEConfig`, arguments of the layer and fields of the parallel config.
 CASES = [
     ({"capacity_factor": 0.8, **BY_SIGMOID}, {}, {"data_parallel": 2, "model_parallel": 1}),
     (
@@ -34,8 +34,8 @@ CASES = [
 ]
 
 
-def computed(fields, arguments):
-    """Return the output, the auxiliary loss, and the gradients of the input and the weights."""
+def run_layer(fields, arguments):
+    """Return the output, the added loss and the gradients of the input and the weights."""
     layer = MoE(HIDDEN, 8, MoEConfig(**TWO | fields), dropout_rate=0.0, name="moe", **arguments)
     layer.build((None, None, HIDDEN))
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, HIDDEN)).astype("float32")
@@ -47,9 +47,9 @@ def computed(fields, arguments):
             with tf.GradientTape() as tape:
                 tape.watch([x, *values])
                 y = layer(x, mask=mask, training=True)
-                (added,) = scope.losses
-                loss = tf.reduce_sum(y * y) + added
-        return [y, added, *tape.gradient(loss, [x, *values])]
+                (added_loss,) = scope.losses
+                loss = tf.reduce_sum(y * y) + added_loss
+        return [y, added_loss, *tape.gradient(loss, [x, *values])]
 
     if job.mesh() is None:
         return run(tf.constant(x), tf.constant(mask))
@@ -57,7 +57,7 @@ def computed(fields, arguments):
     return [local_value(part) for part in function(*put_sharded((x, mask)))]
 
 
-# Sharded sequences: a group is a full shard, half a shard, or crosses shards.
+# A group of a sharded sequence may be a shard, half a shard or span several shards.
 LONG_CASES = [
     (
         {"capacity_factor": 0.8, "expert_group_size": 4, "shared_experts": 1, **BY_SIGMOID},
@@ -76,7 +76,7 @@ LONG_CASES = [
     ),
 ]
 
-# Groups of one sequence, and groups that would have room for more.
+# Groups of exactly one sequence, and groups with space for two.
 FULL_SEQUENCES = [
     (
         {"dropless": True, "expert_group_size": LENGTH, "aux_loss_factor": 0.02},
@@ -97,39 +97,41 @@ FULL_SEQUENCES = [
 
 
 @on_mesh
-def test_outputs_and_gradients_are_those_of_one_device():
-    check(CASES[1:2])
+def test_outputs_and_gradients_match_one_device():
+    assert_matches_one_device(CASES[1:2])
 
 
 @pytest.mark.long
 @on_mesh
 def test_outputs_and_gradients_of_other_routers_are_those_of_one_device():
-    check([CASES[0], CASES[2]])
+    assert_matches_one_device([CASES[0], CASES[2]])
 
 
 @pytest.mark.long
 @on_mesh
 def test_groups_of_full_sequences_work_if_sequences_are_sharded():
-    check(FULL_SEQUENCES)
+    assert_matches_one_device(FULL_SEQUENCES)
 
 
 @pytest.mark.long
 @on_mesh
-def test_those_of_sharded_sequences():
-    check(LONG_CASES)
+def test_outputs_and_gradients_of_sharded_sequences_match_one_device():
+    assert_matches_one_device(LONG_CASES)
 
 
-def check(cases):
+def assert_matches_one_device(cases):
     for fields, arguments, layout in cases:
-        alone = computed(fields, arguments)
+        expected = run_layer(fields, arguments)
         start(**layout)
-        for part, wanted in zip(computed(fields, arguments), alone, strict=True):
-            np.testing.assert_allclose(part, wanted, rtol=1e-4, atol=1e-5, err_msg=str(fields))
+        for part, expected_part in zip(run_layer(fields, arguments), expected, strict=True):
+            np.testing.assert_allclose(
+                part, expected_part, rtol=1e-4, atol=1e-5, err_msg=str(fields)
+            )
         stop()
 
 
 @on_mesh
-def test_a_layout_that_does_not_fit_is_refused():
+def test_rejects_layouts_that_do_not_fit():
     start(data_parallel=2, model_parallel=1, expert_parallel=2)
     raises(ValueError, ["`expert_parallel=2` must divide `expert_num=3`"], lambda: make(3))
     model = CausalLM(50, hidden_size=8, num_heads=2, num_layers=1)
@@ -144,7 +146,7 @@ def make(experts):
 
 
 def sent_between_experts(**fields):
-    """Check the sums of a block, and return its bytes of all-to-alls: the theory's, and those sent."""
+    """Check the sums of a block. Return the expected and the sent bytes of its all-to-alls."""
     start(data_parallel=2, model_parallel=2, expert_parallel=2, recompute=True, **fields)
     moe = MoEConfig(**TWO, expert_group_size=4, capacity_factor=1.0)
     model = CausalLM(
@@ -164,22 +166,23 @@ def sent_between_experts(**fields):
     assert report.summed_elements("blocks/block_0") == report.formula["blocks/block_0"]
     assert all(w.specs[0] == "data" for w in model.weights if "expert" in w.logical_axes)
     assert "all-to-alls between experts" in str(report)
-    (theory,) = report.exchanged.values()
+    (formula,) = report.exchanged.values()
     stop()
-    return theory, report.exchanged_bytes("blocks/block_0")
+    return formula, report.exchanged_bytes("blocks/block_0")
 
 
 @pytest.mark.long
 @on_mesh
-def test_all_to_alls_and_sums_are_those_of_the_theory():
-    # Of a device: 2 rows of 2 groups, 4 experts, 2 places, 8 features of 4 bytes; half is sent,
-    # forward, once more as it is recomputed, and backward, each way.
+def test_all_to_alls_and_sums_match_the_formula():
+    # A device has 2 rows of 2 groups, 4 experts, 2 slots and 8 features of 4 bytes. It sends half
+    # of them to and from the experts in the forward pass, in its recomputation and in the
+    # backward pass.
     expected = 2 * 2 * 4 * 2 * 8 * 4 // 2 * 6
     assert sent_between_experts() == (expected, expected)
 
 
 @pytest.mark.long
 @on_mesh
-def test_shards_of_a_sequence_send_their_own_groups():
+def test_sequence_shards_send_local_groups_only():
     expected = 2 * 1 * 4 * 2 * 8 * 4 // 2 * 6
     assert sent_between_experts(context_parallel=2) == (expected, expected)

@@ -1,4 +1,4 @@
-"""The plan of a dispatch, as a table."""
+"""Promise: each expert accepts the first tokens up to its capacity."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from dtransformer.parallel.expert_parallel.capacity_slots import capacity, place
         (16, {"expert_num": 4, "capacity_factor": 1.0}, 4),
         (16, {"expert_num": 4, "capacity_factor": 1.25, "num_experts_chosen": 2}, 10),
         (10, {"expert_num": 10, "capacity_factor": 1.1}, 2),
-        (10, {"expert_num": 1, "capacity_factor": 1.1}, 11),  # not 12, by rounding
+        (10, {"expert_num": 1, "capacity_factor": 1.1}, 11),  # Rounding must not give 12.
         (3, {"expert_num": 64, "capacity_factor": 1.0}, 1),
         (16, {"expert_num": 4, "dropless": True}, None),
     ],
@@ -25,20 +25,20 @@ def test_capacity(tokens, fields, expected):
     assert expected is None or int(capacity(tf.constant(tokens), config)) == expected
 
 
-def test_those_that_come_first_are_taken():
+def test_first_tokens_get_the_capacity_slots():
     chosen = np.array([[[1, 0], [1, 1], [0, 1], [1, 0], [1, 1]]], "int64")
-    found = places(tf.constant(chosen), most=2)
-    assert found.taken.numpy()[0].tolist() == [[1, 0], [1, 1], [0, 1], [0, 0], [0, 0]]
-    assert found.position.numpy()[0, :2].tolist() == [[0, 0], [1, 0]]
+    slots = places(tf.constant(chosen), most=2)
+    assert slots.taken.numpy()[0].tolist() == [[1, 0], [1, 1], [0, 1], [0, 0], [0, 0]]
+    assert slots.position.numpy()[0, :2].tolist() == [[0, 0], [1, 0]]
 
 
-def test_parts_of_a_group_take_what_the_whole_does():
+def test_shards_of_a_group_fill_the_same_slots_as_the_full_group():
     rng = np.random.default_rng(0)
     chosen = (rng.random((1, 24, 5)) < 0.4).astype("int64")
-    whole = places(tf.constant(chosen), most=4).taken.numpy()[0]
+    expected = places(tf.constant(chosen), most=4).taken.numpy()[0]
     parts = chosen.reshape(4, 6, 5)
     counts = parts.sum(axis=1)
     before = np.cumsum(counts, axis=0) - counts
-    found = places(tf.constant(parts), 4, tf.constant(before, "int64"))
-    np.testing.assert_array_equal(found.taken.numpy().reshape(24, 5), whole)
-    assert whole.sum() < chosen.sum(), "the case is to drop something"
+    slots = places(tf.constant(parts), 4, tf.constant(before, "int64"))
+    np.testing.assert_array_equal(slots.taken.numpy().reshape(24, 5), expected)
+    assert expected.sum() < chosen.sum(), "the case must drop tokens"

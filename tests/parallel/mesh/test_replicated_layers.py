@@ -12,7 +12,7 @@ from tests.on_mesh import on_mesh, start, stop
 
 
 def warning_texts(network):
-    """Predict with a network on a mesh, twice; return the warnings about sharding."""
+    """Predict twice with a network on a mesh and return the warnings about sharding."""
     trainer = Trainer(network)
     x = np.ones((4, 6), "int32")
     with warnings.catch_warnings(record=True) as caught:
@@ -47,7 +47,7 @@ def test_warns_if_a_part_of_the_weights_is_sharded():
 
 
 @on_mesh
-def test_does_not_warn_of_layers_that_have_rules():
+def test_does_not_warn_of_layers_with_sharding_rules():
     start(model_parallel=2)
     assert not warning_texts(CausalLM(10, hidden_size=8, num_heads=2, num_layers=1))
     stop()

@@ -1,4 +1,4 @@
-"""Promise: a variable on a mesh is one tensor, of which a device holds its shard."""
+"""Promise: a variable on a mesh acts as one tensor, and each device stores one shard."""
 
 import numpy as np
 import tensorflow as tf
@@ -22,7 +22,7 @@ from tests.on_mesh import (
 
 
 @on_mesh
-def test_a_device_holds_its_shards_only():
+def test_each_device_stores_only_its_shards():
     start(model_parallel=4, vocab_emb_dp=False)
     model = network()
     plan = trainer_of(model).plan()
@@ -30,46 +30,46 @@ def test_a_device_holds_its_shards_only():
         for shard in variable.shards:
             assert shard.numpy().nbytes == row.bytes_per_device, row
         assert len(variable.shards) == row.num_shards
-    cut = sum(v.numpy().nbytes for v in model.variables if any(v.specs))
-    kept_whole = sum(v.numpy().nbytes for v in model.variables if not any(v.specs))
-    assert plan.bytes_per_device == cut / 4 + kept_whole
+    sharded_bytes = sum(v.numpy().nbytes for v in model.variables if any(v.specs))
+    replicated_bytes = sum(v.numpy().nbytes for v in model.variables if not any(v.specs))
+    assert plan.bytes_per_device == sharded_bytes / 4 + replicated_bytes
     table = next(row for row in plan.rows if row.path.endswith("source_embedding/table"))
     assert table.shape == (64, HIDDEN) and table.sharded_over == ("model", None)
     assert f"{plan.bytes_per_device:,} in all" in str(plan)
 
 
 @on_mesh
-def test_first_weights_depend_on_seed_and_name_only():
-    alone = {v.path: v.numpy() for v in network().variables}
+def test_initial_weights_depend_only_on_seed_and_name():
+    expected = {v.path: v.numpy() for v in network().variables}
     for fields in ({}, {"vocab_emb_dp": False}, {"model_parallel": 4}):
         start(**fields)
         for v in network().variables:
-            true = tuple(slice(size) for size in alone[v.path].shape)
-            np.testing.assert_array_equal(v.numpy()[true], alone[v.path], v.path)
+            without_padding = tuple(slice(size) for size in expected[v.path].shape)
+            np.testing.assert_array_equal(v.numpy()[without_padding], expected[v.path], v.path)
         stop()
 
 
 @on_mesh
-def test_shards_are_packed_as_dtensor_packs_them():
+def test_packed_shards_match_dtensor_pack():
     start(model_parallel=4)
     layer = layers.FeedForward(HIDDEN, 4 * HIDDEN)
     layer.build((None, None, HIDDEN))
-    for variable, number in ((layer.mapping_kernel, 4), (layer.projection_bias, 1)):
+    for variable, num_shards in ((layer.mapping_kernel, 4), (layer.projection_bias, 1)):
         shards = [shard.numpy() for shard in variable.shards]
-        assert len(shards) == number
-        found = packed(variable)
-        assert found.device == dtensor.device_name()
-        assert dtensor.fetch_layout(found) == make_layout(variable.specs)
-        on_devices = dtensor.unpack(found)
-        again = dtensor.pack(on_devices, make_layout(variable.specs))
-        assert (again.shape, again.dtype) == (found.shape, found.dtype)
+        assert len(shards) == num_shards
+        tensor = packed(variable)
+        assert tensor.device == dtensor.device_name()
+        assert dtensor.fetch_layout(tensor) == make_layout(variable.specs)
+        parts = dtensor.unpack(tensor)
+        packed_by_dtensor = dtensor.pack(parts, make_layout(variable.specs))
+        assert (packed_by_dtensor.shape, packed_by_dtensor.dtype) == (tensor.shape, tensor.dtype)
         for i, device in enumerate(job.mesh().local_devices()):
-            assert on_devices[i].device == device
-            np.testing.assert_array_equal(on_devices[i], shards[i % number])
+            assert parts[i].device == device
+            np.testing.assert_array_equal(parts[i], shards[i % num_shards])
 
 
 @on_mesh
-def test_a_variable_on_the_mesh_is_read_and_set_as_a_whole():
+def test_sharded_variable_is_read_and_assigned_unsharded():
     start(model_parallel=4)
     layer = layers.FeedForward(HIDDEN, 4 * HIDDEN)
     layer.build((None, None, HIDDEN))

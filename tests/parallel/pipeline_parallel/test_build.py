@@ -1,4 +1,4 @@
-"""Promise: any layer of any Keras model gets a place in a pipeline, or one line says why not."""
+"""Promise: every layer of a Keras model gets a pipeline stage, or one line states the obstacle."""
 
 import keras
 import pytest
@@ -24,7 +24,7 @@ def placed(network, inputs, placement=TWO):
 
 
 def assert_chunks_give(network, inputs, dataflow, expected):
-    """Compare the outputs of a network's chunks, one after the other, with those of the network."""
+    """Run all chunks of a network in sequence and compare the last outputs."""
     received = {}
     for chunk in range(dataflow.placement.num_chunks):
         with view(ChunkView(chunk, dataflow, received)) as calls:
@@ -39,18 +39,18 @@ def stages(*layers):
     return [layer.pipeline_stage for layer in layers]
 
 
-def test_a_sequential_model_is_spread_by_the_sizes_of_its_products():
+def test_sequential_model_is_split_by_matmul_weights():
     layers = [keras.layers.Embedding(1000, 8), *(keras.layers.Dense(n) for n in (32, 32, 8))]
     network = keras.Sequential([layers[0], layers[1], keras.layers.Dropout(0.1), *layers[2:]])
     expected = network(IDS)
     dataflow = placed(network, IDS)
-    # Weights that multiply: none of the table's, 288, 1,056, 264.
+    # Weights of matrix products: 0 (embedding), 288, 1,056 and 264.
     assert stages(*layers) == [0, 0, 1, 1]
     assert_chunks_give(network, IDS, dataflow, expected)
 
 
 class Counted(keras.layers.Layer):
-    """Keeps what Keras does not know."""
+    """Layer with an attribute that Keras may not track as state."""
 
     def __init__(self, kept):
         super().__init__()
@@ -74,13 +74,13 @@ class Counted(keras.layers.Layer):
     ],
     ids=["none", "means", "seed", "variable", "generator", "variables", "metric", "others"],
 )
-def test_a_chunk_tells_whether_a_call_changes_anything(make, expected):
+def test_has_state_detects_layers_that_change_state(make, expected):
     network = keras.Sequential([keras.layers.Dense(8), make(), keras.layers.Dense(8)])
     placed(network, X)
     assert [has_state(network, chunk, TWO) for chunk in (0, 1)] == expected
 
 
-def functional():
+def functional_model():
     inputs = keras.Input((3, 8))
     x = keras.layers.Dense(8, name="first")(inputs)
     x = keras.ops.relu(x) + inputs
@@ -90,8 +90,8 @@ def functional():
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_layers_around_a_placed_one_are_put_with_it(stage):
-    network = functional()
+def test_unplaced_layers_join_the_stage_of_their_neighbor(stage):
+    network = functional_model()
     network.get_layer("block").pipeline_stage = stage
     network.get_layer("first").pipeline_stage = 0
     network.get_layer("head").pipeline_stage = -1
@@ -103,7 +103,7 @@ def test_layers_around_a_placed_one_are_put_with_it(stage):
 
 
 class Towers(keras.Model):
-    """Two equal parts: layers of the same names."""
+    """Model of two identical towers, whose layers have equal names."""
 
     def __init__(self):
         super().__init__()
@@ -117,14 +117,14 @@ class Towers(keras.Model):
         return self.head(self.left(x) - self.right(x))
 
 
-def test_layers_of_the_same_name_are_told_apart():
+def test_layers_with_equal_names_are_distinguished():
     network = Towers()
     expected = network(X)
     dataflow = placed(network, X, Placement.looped(3))
     assert_chunks_give(network, X, dataflow, expected)
 
 
-def test_a_layer_of_its_own_beside_our_network_has_a_place():
+def test_extra_layer_beside_a_network_is_placed():
     class WithMore(TranslationTransformer):
         def __init__(self, **kwargs):
             super().__init__(20, hidden_size=8, num_heads=2, dropout_rate=0.0, **kwargs)
@@ -134,8 +134,8 @@ def test_a_layer_of_its_own_beside_our_network_has_a_place():
             return self.more(super().call(inputs, training=training))
 
     network = WithMore(encoder_layers=1, decoder_layers=1)
-    for number, stack in enumerate((network.transformer.encoder, network.transformer.decoder)):
-        stack.blocks[0].pipeline_stage = stack.final_norm.pipeline_stage = number
+    for stage, stack in enumerate((network.transformer.encoder, network.transformer.decoder)):
+        stack.blocks[0].pipeline_stage = stack.final_norm.pipeline_stage = stage
     inputs = {"source": IDS, "target": IDS}
     expected = network(inputs)
     dataflow = placed(network, inputs)
@@ -144,7 +144,7 @@ def test_a_layer_of_its_own_beside_our_network_has_a_place():
 
 
 class AddsLosses(keras.Model):
-    """A layer without weights that adds a loss, between two with weights."""
+    """Model with a weightless layer that adds a loss between two layers with weights."""
 
     def __init__(self):
         super().__init__()
@@ -158,23 +158,23 @@ class AddsLosses(keras.Model):
         return self.last(self.activity(self.first(x)))
 
 
-def test_losses_that_layers_add_are_counted_once():
+def test_added_losses_are_counted_once():
     network = AddsLosses()
     network(X)
     expected = sum(network.losses)
     dataflow = placed(network, X)
     assert stages(network.first, network.activity, network.last) == [0, 1, 1]
-    found, received = [], {}
+    chunk_losses, received = [], {}
     for chunk in range(2):
         with view(ChunkView(chunk, dataflow, received)) as calls:
             network(X)
         received = calls.sent
-        found += losses_of(network, chunk, TWO)
-    tf.debugging.assert_near(tf.add_n(found), expected)
+        chunk_losses += losses_of(network, chunk, TWO)
+    tf.debugging.assert_near(tf.add_n(chunk_losses), expected)
 
 
 class Tied(keras.Model):
-    """Reads a layer's weight outside of the layer's call."""
+    """Model that reads a layer's weight outside of the layer's call."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ class Backwards(Tied):
         (Backwards, "can only use results of earlier stages"),
     ],
 )
-def test_what_no_stage_can_compute_is_refused(kind, words):
+def test_rejects_networks_that_no_stage_can_compute(kind, words):
     with pytest.raises(ValueError, match=words):
         placed(kind(), IDS)
 
@@ -226,7 +226,7 @@ def test_fewer_layers_than_stages_are_refused():
         placed(keras.Sequential([keras.layers.Dense(2), keras.layers.ReLU()]), X)
 
 
-def test_a_place_that_there_is_not_is_refused():
+def test_rejects_a_nonexistent_stage():
     network = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(8)])
     network(X)
     network.layers[0].pipeline_stage, network.layers[1].pipeline_stage = 0, 2
@@ -235,7 +235,7 @@ def test_a_place_that_there_is_not_is_refused():
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 7])
-def test_layers_are_spread_so_that_the_largest_chunk_is_small(num_chunks):
+def test_spread_minimizes_the_largest_chunk(num_chunks):
     sizes = dict(enumerate([1, 9, 4, 4, 4, 9, 2, 30]))
     found = assign_evenly(sizes, num_chunks)
     assert sorted(set(found.values())) == list(range(num_chunks))
@@ -244,7 +244,7 @@ def test_layers_are_spread_so_that_the_largest_chunk_is_small(num_chunks):
     assert largest == {1: 63, 2: 32, 3: 30, 4: 30, 7: 30}[num_chunks]
 
 
-def test_places_by_use():
+def test_unplaced_calls_join_their_consumers():
     calls = [("a", []), ("ids", []), ("b", ["a"]), ("c", ["b", "ids"]), ("d", ["c"]), ("e", [])]
     assert assign_by_use(calls, ["d", "e"], {"a": 0, "c": 2}, 4) == {
         "b": 0,

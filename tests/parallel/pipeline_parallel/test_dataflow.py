@@ -1,4 +1,4 @@
-"""Promise: what passes between stages is found out, and stages together are the network."""
+"""Promise: tensors sent between stages are detected, and chunks in sequence equal the network."""
 
 import keras
 import pytest
@@ -20,22 +20,23 @@ TIED = {"shared_embeddings": True, "tied_head": True}
 
 
 def network_and_dataflow(placement, **options):
-    with parallel_config(pipeline_stage=placement.num_chunks):  # as many chunks, wherever they are
+    # One stage per chunk spreads the layers over all chunks of the placement.
+    with parallel_config(pipeline_stage=placement.num_chunks):
         network = TranslationTransformer(20, dropout_rate=0.0, **SIZES, **options)
         network.build()
         return network, Dataflow.of_network(network, INPUTS, placement)
 
 
-def passed(dataflow):
-    """Return for each border what passes it, without the network's name."""
+def sent_shapes(dataflow):
+    """Return a `{tensor name: shape}` dict for each chunk boundary, without the network's name."""
     return [
         {tensor.name.split("/", 1)[1]: tensor.shape for tensor in dataflow.sent_after(chunk)}
         for chunk in range(dataflow.placement.last_chunk)
     ]
 
 
-def computed_in_chunks(network, inputs, dataflow):
-    """Return what the chunks of a network give one after the other."""
+def run_chunks(network, inputs, dataflow):
+    """Run all chunks of a network in sequence and return the outputs of the last one."""
     received = {}
     for chunk in range(dataflow.placement.num_chunks):
         assert sorted(received) == sorted(x.name for x in dataflow.received_by(chunk))
@@ -45,36 +46,36 @@ def computed_in_chunks(network, inputs, dataflow):
     return outputs
 
 
-def test_an_encoder_and_a_decoder():
+def test_encoder_output_and_decoder_input_are_sent():
     _, dataflow = network_and_dataflow(Placement.looped(2))
     memory = "transformer/encoder/final_norm:0"
-    assert passed(dataflow) == [{memory: (3, 5, 8), "target_positions:0": (3, 4, 8)}]
+    assert sent_shapes(dataflow) == [{memory: (3, 5, 8), "target_positions:0": (3, 4, 8)}]
 
 
-def test_the_memory_goes_to_every_stage_of_the_decoder():
+def test_encoder_output_is_sent_to_every_decoder_stage():
     _, dataflow = network_and_dataflow(Placement.looped(4))
     memory, stack = "transformer/encoder/final_norm:0", "transformer/decoder/block_0:0"
-    assert passed(dataflow) == [
+    assert sent_shapes(dataflow) == [
         {"transformer/encoder/block_0:0": (3, 5, 8), "target_positions:0": (3, 4, 8)},
         {memory: (3, 5, 8), "target_positions:0": (3, 4, 8)},
         {memory: (3, 5, 8), stack: (3, 4, 8)},
     ]
-    sent = "stage 2 → stage 3: translation_transformer/transformer/decoder/block_0:0 3×4×8"
-    assert sent in str(dataflow)
+    line = "stage 2 → stage 3: translation_transformer/transformer/decoder/block_0:0 3×4×8"
+    assert line in str(dataflow)
 
 
-def test_what_passes_depends_on_the_chunks_and_not_on_where_they_are():
+def test_sent_tensors_do_not_depend_on_the_placement():
     _, looped = network_and_dataflow(Placement.looped(4))
     _, v_shaped = network_and_dataflow(Placement.v_shaped(2))
-    assert passed(v_shaped) == passed(looped)
+    assert sent_shapes(v_shaped) == sent_shapes(looped)
     assert "model chunk 2 (stage 1) → model chunk 3 (stage 0): " in str(v_shaped)
 
 
-def test_a_tied_table_is_copied_and_not_sent():
+def test_tied_embedding_is_copied_and_not_sent():
     network, dataflow = network_and_dataflow(Placement.looped(2), **TIED)
     assert dataflow.copies_of(network.source_embedding) == {1}
-    # One layer embeds both: its calls have names of their own.
-    assert all("embedding" not in name for border in passed(dataflow) for name in border)
+    # One layer embeds source and target, so no embedding is sent.
+    assert all("embedding" not in name for border in sent_shapes(dataflow) for name in border)
     network, dataflow = network_and_dataflow(Placement.looped(2))
     assert not dataflow.copies
 
@@ -83,36 +84,39 @@ def test_a_tied_table_is_copied_and_not_sent():
     "placement", [*map(Placement.looped, (2, 3, 4)), Placement.v_shaped(2)], ids=str
 )
 @pytest.mark.parametrize("options", [{}, TIED, {"positions": "learned"}], ids=str)
-def test_stages_together_are_the_network(placement, options):
+def test_chunks_in_sequence_equal_the_network(placement, options):
     network, dataflow = network_and_dataflow(placement, **options)
     with tf.GradientTape() as tape:
         expected = network(INPUTS)
         loss = tf.reduce_sum(expected**2)
     gradients = tape.gradient(loss, [w.value for w in network.trainable_variables])
     with tf.GradientTape() as tape:
-        outputs = computed_in_chunks(network, INPUTS, dataflow)
+        outputs = run_chunks(network, INPUTS, dataflow)
         loss = tf.reduce_sum(outputs**2)
     tf.debugging.assert_near(outputs, expected, 1e-6, 1e-6)
-    found = tape.gradient(loss, [w.value for w in network.trainable_variables])
-    for one, other in zip(found, gradients, strict=True):
-        one, other = tf.convert_to_tensor(one), tf.convert_to_tensor(other)
-        tf.debugging.assert_near(one, other, 1e-4, 1e-4)
+    chunk_gradients = tape.gradient(loss, [w.value for w in network.trainable_variables])
+    for actual, expected_gradient in zip(chunk_gradients, gradients, strict=True):
+        actual, expected_gradient = (
+            tf.convert_to_tensor(actual),
+            tf.convert_to_tensor(expected_gradient),
+        )
+        tf.debugging.assert_near(actual, expected_gradient, 1e-4, 1e-4)
 
 
-def test_a_stage_without_weights_is_an_error():
-    def on_two_of_three(network, layer_id, offset, **others):
-        spread_evenly(network, layer_id, offset, **others)
+def test_every_stage_needs_weights():
+    def use_two_of_three_stages(network, layer_id, offset, **kwargs):
+        spread_evenly(network, layer_id, offset, **kwargs)
         network.pipeline_stage = 0
 
     with pytest.raises(ValueError, match="stage 1 of 3 has no layer with weights"):
-        network_and_dataflow(Placement.looped(3), lambda_func=on_two_of_three)
+        network_and_dataflow(Placement.looped(3), lambda_func=use_two_of_three_stages)
 
 
-# Shape rules: placeholder outputs of other stages come from them.
+# Shape rules, which provide the placeholder outputs of other stages.
 
 
 class Stack(keras.Model):
-    """Layers one after the other, each on a stage of its own."""
+    """Sequence of layers with one stage for each layer."""
 
     def __init__(self, *layers, **kwargs):
         super().__init__(**kwargs)
@@ -127,7 +131,7 @@ class Stack(keras.Model):
 
 
 class Halves(Layer):
-    """Adds the halves of its input, without a shape rule."""
+    """Layer without a shape rule that adds the two halves of its input."""
 
     def build(self, shape):
         self.scale = self.add_weight((shape[-1] // 2,), "ones", axes=(None,), name="scale")
@@ -155,17 +159,17 @@ class WrongRule(Halves):
         (lambda policy: [Halves(dtype=policy), Linear(4, dtype=policy)], [4]),
     ],
 )
-def test_layers_that_change_the_shape(make, sizes, policy):
+def test_placeholders_follow_layers_that_change_the_shape(make, sizes, policy):
     network, x = Stack(*make(policy), dtype=policy), tf.ones([3, 5, 8])
     expected = network(x)
     dataflow = Dataflow.of_network(network, x, Placement.looped(2))
     (tensor,) = dataflow.sent_after(0)
     assert tensor.shape == (3, 5, *sizes) and tensor.dtype == network.compute_dtype
-    tf.debugging.assert_equal(computed_in_chunks(network, x, dataflow), expected)
+    tf.debugging.assert_equal(run_chunks(network, x, dataflow), expected)
 
 
 class Shifts(Layer):
-    """Takes inputs of any size."""
+    """Layer that accepts inputs of any size."""
 
     def build(self, input_shape):
         self.shift = self.add_weight((1,), axes=(None,), name="shift", initializer="zeros")
@@ -177,16 +181,16 @@ class Shifts(Layer):
         return shape
 
 
-def test_a_wrong_shape_rule_is_an_error():
+def test_rejects_a_wrong_shape_rule():
     network, x = Stack(WrongRule(), Shifts()), tf.ones([3, 5, 8])
     network(x)
     dataflow = Dataflow.of_network(network, x, Placement.looped(2))
     rule = r"wrong_rule is float32 \(3, 5, 4\).*declares float32 \(3, 5, 8"
     with pytest.raises(ValueError, match=rule):
-        computed_in_chunks(network, x, dataflow)
+        run_chunks(network, x, dataflow)
 
 
-def test_a_tables_type_is_that_of_its_weight():
+def test_embedding_table_keeps_the_dtype_of_its_weight():
     network, dataflow = network_and_dataflow(Placement.looped(2), dtype="mixed_float16", **TIED)
     embeddings, table = network.source_embedding.compute_output_spec(INPUTS["source"])
     assert (embeddings.dtype, table.dtype) == ("float16", "float32")
@@ -194,7 +198,7 @@ def test_a_tables_type_is_that_of_its_weight():
 
 
 @pytest.mark.parametrize("stage", [5, -3])
-def test_a_stage_that_there_is_not_is_an_error(stage):
+def test_rejects_a_nonexistent_stage(stage):
     layer = keras.layers.Dense(2, name="dense")
     layer.pipeline_stage = stage
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Promise: schedules are the published ones, end whatever the delays, and idle as computed."""
+"""Promise: schedules match the published ones, never deadlock and idle as computed."""
 
 import itertools
 import json
@@ -23,37 +23,37 @@ from dtransformer.parallel.schedules.timeline import most_alive, write
 from tests.parallel.pipeline_parallel.v_schedule import V_SCHEDULE
 
 STAGES = (2, 3, 4, 8)
-# Name, p, m, v of everything that is tried.
+# Cases are (name, stages p, micro-batches m, chunks per stage v).
 ALL = [
     *((name, p, m, 1) for name in ("gpipe", "1f1b") for p in STAGES for m in range(p, 4 * p + 1)),
     *(("interleaved", p, p * n, v) for p in STAGES for n in (1, 2, 3, 4) for v in (2, 3, 4)),
 ]
-DIVIDED = [
+SPLIT_BACKWARD = [
     *(("zb_h1", p, m, 1) for p in STAGES for m in range(p, 4 * p + 1)),
     *(("zb_v", p, m, 2) for p in STAGES for m in (p, p + 1, 2 * p, 4 * p)),
 ]
-V_SHAPED = [("v", p, m, 2) for p in STAGES for m in (p, 2 * p + 1)]
+V_CASES = [("v", p, m, 2) for p in STAGES for m in (p, 2 * p + 1)]
 
 
 @pytest.fixture(autouse=True)
 def v_schedule(monkeypatch):
-    """Let the config know a schedule of the tests' own."""
+    """Register the custom schedule of the tests."""
     monkeypatch.setitem(schedules.SCHEDULES, "v", V_SCHEDULE)
 
 
 def plan(name, num_stages, num_micro_batches, chunks_per_stage):
-    """Return the instructions of all stages, and the placement."""
+    """Return a list of instructions for each stage, and the placement."""
     schedules.check(name, num_stages, num_micro_batches, chunks_per_stage)
     placement = schedules.SCHEDULES[name].place(num_stages, chunks_per_stage)
     return schedules.instructions(name, placement, num_micro_batches), placement
 
 
-def computations(own):
-    return [one for one in own if one.kind in COMPUTATIONS]
+def computations(stage_instructions):
+    return [instruction for instruction in stage_instructions if instruction.kind in COMPUTATIONS]
 
 
 BY_HAND = {
-    # (name, p, m, v): the computations of each stage, with the numbers of micro-batch and chunk.
+    # Computations of each stage as text: kind, micro-batch and, after a dot, chunk.
     ("gpipe", 2, 2, 1): ["F0 F1 B0 B1", "F0.1 F1.1 B0.1 B1.1"],
     ("gpipe", 3, 4, 1): [
         "F0 F1 F2 F3 B0 B1 B2 B3",
@@ -88,7 +88,7 @@ BY_HAND = {
         "F0 F1 B0 W0 F2 B1 W1 B2 W2",
         "F0.1 B0.1 F1.1 B1.1 W0.1 F2.1 B2.1 W1.1 W2.1",
     ],
-    # Figure 3 of the paper.
+    # This is figure 3 of the zero-bubble paper (Qi et al., 2023).
     ("zb_h1", 4, 8, 1): [
         "F0 F1 F2 F3 B0 W0 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4 B5 W5 B6 W6 B7 W7",
         "F0.1 F1.1 F2.1 B0.1 F3.1 B1.1 W0.1 F4.1 B2.1 W1.1 F5.1 B3.1 W2.1 F6.1 B4.1 W3.1 "
@@ -106,15 +106,18 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("case", BY_HAND, ids=str)
-def test_orders_are_those_by_hand(case):
-    everything, _ = plan(*case)
-    assert [" ".join(map(str, computations(own))) for own in everything] == BY_HAND[case]
+def test_order_of_passes_matches_handwritten_order(case):
+    all_instructions, _ = plan(*case)
+    assert [
+        " ".join(map(str, computations(stage_instructions)))
+        for stage_instructions in all_instructions
+    ] == BY_HAND[case]
 
 
-def by_time(num_stages, num_micro_batches, most):
-    """Derive orders from a rule: of what is ready, a stage takes the backward pass first.
+def greedy_orders(num_stages, num_micro_batches, max_alive):
+    """Return the orders of a scheduler that always prefers a ready backward pass.
 
-    A stage has at most `most(stage)` micro-batches alive; passes take one unit each.
+    Each stage keeps at most `max_alive(stage)` micro-batches alive. Each pass takes one unit.
     """
     done, orders = {}, [[] for _ in range(num_stages)]
     for now in itertools.count():
@@ -122,13 +125,13 @@ def by_time(num_stages, num_micro_batches, most):
             forwards = sum(kind == FORWARD for kind, _ in order)
             backwards = len(order) - forwards
             before = lambda kind, k, s: done.get((kind, k, s), now) < now
-            last = stage == num_stages - 1
-            source = (FORWARD, backwards, stage) if last else (BACKWARD, backwards, stage + 1)
+            is_last = stage == num_stages - 1
+            source = (FORWARD, backwards, stage) if is_last else (BACKWARD, backwards, stage + 1)
             if backwards < forwards and before(*source):
                 order.append((BACKWARD, backwards))
             elif (
                 forwards < num_micro_batches
-                and forwards - backwards < most(stage)
+                and forwards - backwards < max_alive(stage)
                 and (stage == 0 or before(FORWARD, forwards, stage - 1))
             ):
                 order.append((FORWARD, forwards))
@@ -140,44 +143,50 @@ def by_time(num_stages, num_micro_batches, most):
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if case[0] == "1f1b"], ids=str)
-def test_one_forward_one_backward_follows_a_rule(case):
+def test_1f1b_equals_backward_first_scheduling(case):
     _, p, m, _ = case
-    expected = by_time(p, m, most=lambda stage: p - stage)
-    for own, order in zip(plan(*case)[0], expected, strict=True):
-        assert [(one.kind, one.micro_batch) for one in computations(own)] == order
+    expected = greedy_orders(p, m, max_alive=lambda stage: p - stage)
+    for stage_instructions, order in zip(plan(*case)[0], expected, strict=True):
+        assert [
+            (instruction.kind, instruction.micro_batch)
+            for instruction in computations(stage_instructions)
+        ] == order
 
 
-@pytest.mark.parametrize("case", [*ALL, *DIVIDED, *V_SHAPED], ids=str)
-def test_every_pass_once_and_every_send_is_received(case):
+@pytest.mark.parametrize("case", [*ALL, *SPLIT_BACKWARD, *V_CASES], ids=str)
+def test_every_pass_runs_once_and_every_send_is_received(case):
     _, p, m, v = case
-    everything, placement = plan(*case)
+    all_instructions, placement = plan(*case)
     assert placement.num_chunks == p * v
     sent, received = [], []
-    for stage, own in enumerate(everything):
-        passes = [(one.kind, one.micro_batch, one.chunk) for one in computations(own)]
-        kinds = COMPUTATIONS if case in DIVIDED else (FORWARD, BACKWARD)
+    for stage, stage_instructions in enumerate(all_instructions):
+        passes = [
+            (instruction.kind, instruction.micro_batch, instruction.chunk)
+            for instruction in computations(stage_instructions)
+        ]
+        kinds = COMPUTATIONS if case in SPLIT_BACKWARD else (FORWARD, BACKWARD)
         expected = set(itertools.product(kinds, range(m), placement.chunks_of(stage)))
         assert len(passes) == len(expected) and set(passes) == expected
-        for one in own:
-            if one.kind.startswith("send"):
-                sent.append((one.peer, get_receive(one, placement)))
-            elif one.kind.startswith("receive"):
-                received.append((stage, one))
+        for instruction in stage_instructions:
+            if instruction.kind.startswith("send"):
+                sent.append((instruction.peer, get_receive(instruction, placement)))
+            elif instruction.kind.startswith("receive"):
+                received.append((stage, instruction))
     borders = sum(not placement.is_local(c) for c in range(placement.last_chunk))
     assert len(sent) == len(set(sent)) == 2 * m * borders
     assert set(sent) == set(received) and len(received) == len(sent)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_the_bubble_is_that_of_the_theory(case):
+def test_bubble_matches_the_formula(case):
     _, p, m, v = case
     timeline = simulate(*plan(*case), forward=1.0, backward=2.0)
     assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1))
     assert timeline.span == pytest.approx(3 * (v * m + p - 1))
 
 
-@pytest.mark.parametrize("case", [case for case in DIVIDED if case[0] == "zb_h1"], ids=str)
-def test_the_bubble_is_a_third_where_weights_gradients_fill_it(case):
+@pytest.mark.parametrize("case", [case for case in SPLIT_BACKWARD if case[0] == "zb_h1"], ids=str)
+def test_zero_bubble_h1_cuts_the_bubble_to_a_third(case):
     _, p, m, _ = case
     timeline = simulate(*plan(*case))
     assert timeline.span == pytest.approx(3 * m + p - 1)
@@ -185,33 +194,35 @@ def test_the_bubble_is_a_third_where_weights_gradients_fill_it(case):
     assert timeline.bubble < 0.5 * simulate(*plan("1f1b", p, m, 1)).bubble
 
 
-@pytest.mark.parametrize("case", [case for case in DIVIDED if case[0] == "zb_v"], ids=str)
-def test_a_v_idles_still_less_with_the_memory_of_1f1b(case):
+@pytest.mark.parametrize("case", [case for case in SPLIT_BACKWARD if case[0] == "zb_v"], ids=str)
+def test_zero_bubble_v_idles_less_with_the_memory_of_1f1b(case):
     _, p, m, _ = case
-    everything, placement = plan(*case)
-    timeline = simulate(everything, placement)
+    all_instructions, placement = plan(*case)
+    timeline = simulate(all_instructions, placement)
     assert timeline.span <= 6 * m + 2 * (p - 1)
     assert timeline.bubble < simulate(*plan("zb_h1", p, m, 1)).bubble or m == p
-    assert max(map(most_alive, everything)) <= 2 * p
+    assert max(map(most_alive, all_instructions)) <= 2 * p
 
 
-@pytest.mark.parametrize("case", [case for case in DIVIDED if case[0] == "zb_h1"], ids=str)
-def test_no_more_than_the_first_stage_of_1f1b_are_alive(case):
+@pytest.mark.parametrize("case", [case for case in SPLIT_BACKWARD if case[0] == "zb_h1"], ids=str)
+def test_zero_bubble_h1_needs_the_memory_of_the_first_1f1b_stage(case):
     _, p, m, _ = case
-    assert [most_alive(own) for own in plan(*case)[0]] == p * [min(p, m)]
+    assert [most_alive(stage_instructions) for stage_instructions in plan(*case)[0]] == p * [
+        min(p, m)
+    ]
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if case[3] == 1], ids=str)
-def test_so_many_micro_batches_are_alive(case):
+def test_number_of_live_micro_batches(case):
     name, p, m, _ = case
-    for rank, own in enumerate(plan(*case)[0]):
-        assert most_alive(own) == (m if name == "gpipe" else min(p - rank, m))
+    for rank, stage_instructions in enumerate(plan(*case)[0]):
+        assert most_alive(stage_instructions) == (m if name == "gpipe" else min(p - rank, m))
 
 
 @pytest.mark.parametrize(
-    "case", [*random.Random(0).sample([*ALL, *DIVIDED], 60), *V_SHAPED], ids=str
+    "case", [*random.Random(0).sample([*ALL, *SPLIT_BACKWARD], 60), *V_CASES], ids=str
 )
-def test_every_schedule_ends_whatever_the_delays(case):
+def test_every_schedule_ends_for_random_delays(case):
     generator = random.Random(1)
     lengths = {}
 
@@ -222,10 +233,10 @@ def test_every_schedule_ends_whatever_the_delays(case):
     assert 0 <= timeline.bubble < 1
 
 
-def test_a_timeline_is_written_beside_the_ideal_one(tmp_path):
-    everything, placement = plan("1f1b", 2, 4, 1)
-    slow = simulate(everything, placement, transfer=1.0)
-    write(slow, ideal_of(slow, everything), tmp_path / "step.json")
+def test_writes_measured_and_ideal_timeline(tmp_path):
+    all_instructions, placement = plan("1f1b", 2, 4, 1)
+    slow = simulate(all_instructions, placement, transfer=1.0)
+    write(slow, ideal_of(slow, all_instructions), tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     titles = [x["args"]["name"] for x in events if x["name"] == "process_name"]
     assert titles == [f"measured: {slow.bubble:.1%} idle", "with instant transfers: 20.0% idle"]
@@ -235,32 +246,35 @@ def test_a_timeline_is_written_beside_the_ideal_one(tmp_path):
         write(slow, slow, "step.png")
 
 
-def test_a_receive_stands_before_the_computation_that_it_does_not_need():
-    first = plan("1f1b", 2, 4, 1)[0][0]
-    for place, one in enumerate(first):
-        if one.kind == RECEIVE_GRADIENTS:
-            assert first[place + 1].kind == FORWARD or one.micro_batch == 3
+def test_receives_are_posted_one_computation_early():
+    first_stage = plan("1f1b", 2, 4, 1)[0][0]
+    for i, instruction in enumerate(first_stage):
+        if instruction.kind == RECEIVE_GRADIENTS:
+            assert first_stage[i + 1].kind == FORWARD or instruction.micro_batch == 3
 
 
-def test_stages_that_wait_for_each_other_are_an_error():
-    everything, placement = plan("1f1b", 2, 2, 1)
-    own = everything[1]  # whose first send is forgotten
-    del own[[i.kind for i in own].index(SEND_GRADIENTS)]
-    with pytest.raises(ValueError, match="Stage 0 waits for the input of B0"):
-        simulate(everything, placement)
+def test_simulator_reports_a_deadlock():
+    all_instructions, placement = plan("1f1b", 2, 2, 1)
+    second_stage = all_instructions[1]
+    # Forget the first send of the second stage.
+    del second_stage[[instruction.kind for instruction in second_stage].index(SEND_GRADIENTS)]
+    with pytest.raises(ValueError, match="stage 0 waits for the input of B0"):
+        simulate(all_instructions, placement)
 
 
-def test_a_stage_that_computes_before_its_own_neighbour_is_an_error():
-    everything, placement = plan("v", 2, 2, 2)
-    everything[1].sort(key=lambda one: one.chunk != 2)  # chunk 2 needs chunk 1, both on stage 1
-    with pytest.raises(ValueError, match="Stage 1 waits for the input of F0.2"):
-        simulate(everything, placement)
+def test_simulator_reports_a_local_chunk_that_runs_too_early():
+    all_instructions, placement = plan("v", 2, 2, 2)
+    all_instructions[1].sort(
+        key=lambda instruction: instruction.chunk != 2
+    )  # chunk 2 needs chunk 1, both on stage 1
+    with pytest.raises(ValueError, match="stage 1 waits for the input of F0.2"):
+        simulate(all_instructions, placement)
 
 
-# Placements
+# Placements.
 
 
-def test_where_chunks_are():
+def test_placement_of_chunks_on_stages():
     looped = Placement.looped(3, 2)
     assert looped.stage_of_chunk == (0, 1, 2, 0, 1, 2)
     assert looped.stage_pairs == [(0, 1), (0, 2), (1, 2)]
@@ -274,23 +288,27 @@ def test_where_chunks_are():
     assert Placement((0,)).stage_pairs == []
 
 
-def test_a_stage_without_a_chunk_is_an_error():
-    with pytest.raises(ValueError, match="Each stage from 0 on needs a model chunk"):
+def test_every_stage_needs_a_chunk():
+    with pytest.raises(ValueError, match="each stage from 0 on needs a model chunk"):
         Placement((0, 2))
 
 
-def test_a_chunk_whose_neighbour_is_on_its_stage_sends_it_nothing():
-    """Stage 1 of a V has the chunks 1 and 2: it sends stage 0 chunk 2's, and takes chunk 1's."""
-    _, second = plan("v", 2, 2, 2)[0]
-    sends = {(one.kind, one.chunk, one.peer) for one in second if one.kind.startswith("send")}
+def test_neighboring_chunks_on_one_stage_exchange_no_messages():
+    """Stage 1 of a V has chunks 1 and 2. It sends only to chunks 3 and 0, both on stage 0."""
+    _, second_stage = plan("v", 2, 2, 2)[0]
+    sends = {
+        (instruction.kind, instruction.chunk, instruction.peer)
+        for instruction in second_stage
+        if instruction.kind.startswith("send")
+    }
     assert sends == {(SEND_ACTIVATIONS, 2, 0), (SEND_GRADIENTS, 1, 0)}
-    # Its four forward passes of each chunk follow each other without a wait.
+    # Chunk 2 starts right after chunk 1, without a transfer.
     timeline = simulate(*plan("v", 2, 2, 2), forward=1.0, backward=2.0, transfer=10.0)
     starts = {str(event.instruction): event.start for event in timeline.of_stage(1)}
     assert starts["F0.2"] == max(starts["F1.1"], starts["F0.1"]) + 1
 
 
-def test_the_config_takes_every_schedule_of_the_table():
+def test_config_accepts_registered_schedules():
     config = TransformerOpParallelConfig(
         pipeline_stage=2, micro_batch_num=2, pipeline_schedule="v", pipeline_chunks=2
     )
@@ -316,6 +334,6 @@ def test_the_config_takes_every_schedule_of_the_table():
         (("interleaved", 2, 3, 2), "`micro_batch_num=3` must be a multiple of `pipeline_stage=2`"),
     ],
 )
-def test_what_cannot_be_carried_out_is_refused(arguments, words):
+def test_rejects_impossible_schedules(arguments, words):
     with pytest.raises(ValueError, match=words):
         schedules.check(*arguments)

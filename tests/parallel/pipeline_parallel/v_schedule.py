@@ -1,4 +1,4 @@
-"""A schedule of the tests' own: one function and one row, over a placement in a V."""
+"""Custom pipeline schedule of the tests, with a V-shaped placement."""
 
 from dtransformer.parallel.schedules.instruction import BACKWARD, FORWARD, Instruction
 from dtransformer.parallel.schedules.placement import Placement
@@ -6,11 +6,11 @@ from dtransformer.parallel.schedules.schedules import Schedule
 
 
 def v_shaped(stage, placement, num_micro_batches):
-    """All forward passes chunk by chunk, then all backward passes."""
-    chunks, numbers = placement.chunks_of(stage), range(num_micro_batches)
+    """Return all forward passes chunk by chunk, then all backward passes."""
+    chunks, micro_batches = placement.chunks_of(stage), range(num_micro_batches)
     return [
-        *(Instruction(FORWARD, k, chunk) for chunk in chunks for k in numbers),
-        *(Instruction(BACKWARD, k, chunk) for chunk in reversed(chunks) for k in numbers),
+        *(Instruction(FORWARD, k, chunk) for chunk in chunks for k in micro_batches),
+        *(Instruction(BACKWARD, k, chunk) for chunk in reversed(chunks) for k in micro_batches),
     ]
 
 

@@ -44,13 +44,13 @@ def test_blocks_send_what_the_theory_says():
     assert sent_by(report, "head") == [("backward", "all-reduce", TARGET)]
     assert {(c.over, c.group_size) for c in report.collectives} == {("model", 4)}
     sent = sum(c.bytes_sent for c in report.of_layer("encoder/block_0"))
-    assert sent == 4 * SOURCE * 4 * 2 * 3 // 4, "a ring of four sends 2·3/4 of each"
+    assert sent == 4 * SOURCE * 4 * 2 * 3 // 4, "a ring of four sends 2·3/4 of each tensor"
     text = str(report)
     assert "encoder/block_0/attention" in text and "Theory and measurement by block" in text
 
 
 @on_mesh
-def test_under_sequence_parallelism_no_large_all_reduce_is_left():
+def test_sequence_parallelism_replaces_large_all_reduces():
     report = report_after_a_step(sequence_parallel=True, vocab_emb_dp=False)
     large = [
         c
@@ -59,24 +59,24 @@ def test_under_sequence_parallelism_no_large_all_reduce_is_left():
     ]
     assert not large, large
     kinds = [entry[:2] for entry in sent_by(report, "encoder/block_0")]
-    assert kinds.count(("forward", "all-to-all")) == 4, "to gather and to scatter, twice"
+    assert kinds.count(("forward", "all-to-all")) == 4, "two gathers and two scatters"
     assert kinds.count(("backward", "all-to-all")) == 4
-    # The norms' gains and offsets, and the biases after the sums: vectors of h.
+    # Scales and offsets of norms and biases after the sums are vectors of the hidden size.
     small = [entry for entry in sent_by(report, "encoder/block_0") if entry[1] == "all-reduce"]
     assert {entry[2] for entry in small} == {HIDDEN}
     volume = report.summed_elements("encoder/block_0") - sum(entry[2] for entry in small)
-    assert volume == 4 * SOURCE, "as many bytes as all-reduces"
+    assert volume == 4 * SOURCE, "the volume must equal the volume of all-reduces"
 
 
 @on_mesh
-def test_a_table_sharded_by_rows_sends_one_sum_a_look_up():
+def test_row_sharded_embedding_sends_one_all_reduce_per_lookup():
     report = report_after_a_step(vocab_emb_dp=False)
     assert sent_by(report, "source_embedding") == [("forward", "all-reduce", SOURCE)]
     assert sent_by(report, "target_embedding") == [("forward", "all-reduce", TARGET)]
 
 
-class HeadByHand(keras.Model):
-    """Multiplies with the transpose of an embedding's table itself."""
+class ManualHead(keras.Model):
+    """Model that multiplies by the transposed embedding table without a head layer."""
 
     def __init__(self):
         super().__init__()
@@ -89,12 +89,12 @@ class HeadByHand(keras.Model):
 
 
 @on_mesh
-def test_logits_of_a_head_by_hand_stay_sharded():
+def test_logits_of_a_manual_head_stay_sharded():
     start(data_parallel=2, vocab_emb_dp=False)
-    trainer = trainer_of(HeadByHand())
+    trainer = trainer_of(ManualHead())
     losses(trainer, steps=1)
     report = trainer.communication_report()
-    of_loss = [c for part in ("loss", "accuracy") for c in report.of_layer(part)]
-    assert of_loss and all(c.elements <= ROWS * TARGET_LENGTH for c in of_loss)
-    # Of the product: the gradients of its inputs, sums over the vocabulary's shards.
+    loss_collectives = [c for part in ("loss", "accuracy") for c in report.of_layer(part)]
+    assert loss_collectives and all(c.elements <= ROWS * TARGET_LENGTH for c in loss_collectives)
+    # The largest all-reduce sums the input gradients over the vocabulary shards.
     assert max(c.elements for c in report.collectives) <= TARGET

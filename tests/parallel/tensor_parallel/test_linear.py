@@ -1,4 +1,4 @@
-"""Promise: single layers give the same numbers where they are sharded."""
+"""Promise: sharded linear layers match unsharded ones."""
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +16,7 @@ from tests.on_mesh import (
 
 
 @on_mesh
-def test_single_layers_by_columns_and_rows():
+def test_column_and_row_parallel_layers_match_one_device():
     x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype("float32")
     parts = [("column", "row"), ("row", "column"), (None, None)]
 
@@ -36,17 +36,17 @@ def test_single_layers_by_columns_and_rows():
         inputs = x if rank == 3 else x[:, 0]
         if job.mesh() is None:
             return run(tf.constant(inputs))
-        replicated = lambda x: [relayout(part, (None,) * rank) for part in run(x)]
-        read = [*first.variables, *second.variables]
+        run_replicated = lambda x: [relayout(part, (None,) * rank) for part in run(x)]
+        variables = [*first.variables, *second.variables]
         return [
             local_value(part)
-            for part in MeshFunction(replicated, read, True)(put_replicated(inputs))
+            for part in MeshFunction(run_replicated, variables, True)(put_replicated(inputs))
         ]
 
     for rank in (2, 3):
-        alone = [outputs(kinds, rank) for kinds in parts]
+        reference = [outputs(kinds, rank) for kinds in parts]
         start()
-        for kinds, expected in zip(parts, alone):
-            for part, wanted in zip(outputs(kinds, rank), expected):
-                np.testing.assert_allclose(part, wanted, rtol=1e-4, atol=1e-5)
+        for kinds, expected in zip(parts, reference):
+            for part, expected_part in zip(outputs(kinds, rank), expected):
+                np.testing.assert_allclose(part, expected_part, rtol=1e-4, atol=1e-5)
         stop()

@@ -1,4 +1,4 @@
-"""Promise: the rules say what is sharded, and users may change them."""
+"""Promise: rules decide the sharding of weights, and users may override them."""
 
 import keras
 import numpy as np
@@ -27,7 +27,7 @@ from tests.on_mesh import (
 
 
 @on_mesh
-def test_a_layer_can_be_sharded_by_rules_of_its_own():
+def test_shard_method_overrides_rules_of_one_layer():
     expected = losses_alone()
     start()
     model = translation_model(VOCAB_SIZE, hidden_size=HIDDEN, num_heads=4)
@@ -47,17 +47,19 @@ def test_a_layer_can_be_sharded_by_rules_of_its_own():
 
 
 @on_mesh
-def test_the_rules_are_the_users():
+def test_parallel_rules_override_the_defaults():
     expected = losses_alone()
     start(parallel_rules={"mlp": None, "vocab": None})
     model = network()
     np.testing.assert_allclose(losses(trainer_of(model)), expected, rtol=PARITY_LOSS)
-    cut = {name for v in model.variables for name, axis in zip(v.logical_axes, v.specs) if axis}
-    assert cut == {"heads"}
+    sharded_axes = {
+        name for v in model.variables for name, axis in zip(v.logical_axes, v.specs) if axis
+    }
+    assert sharded_axes == {"heads"}
 
 
 class Doubling(layers.Layer):
-    """Two products with features between them that have a logical axis of their own."""
+    """Layer of two matrix products whose inner features have a custom logical axis."""
 
     def build(self, shape):
         self.first = self.add_weight((shape[-1], 8), axes=("embed", "states"), name="first")
@@ -69,7 +71,7 @@ class Doubling(layers.Layer):
 
 
 @on_mesh
-def test_a_layer_with_a_logical_axis_of_its_own():
+def test_layer_with_a_custom_logical_axis():
     x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype("float32")
     rules = {"parallel_rules": {"states": "model"}}
     with dtransformer.parallel_config(**rules):
@@ -79,8 +81,8 @@ def test_a_layer_with_a_logical_axis_of_its_own():
     layer.build(x.shape)
     assert layer.first.specs == (None, "model") and layer.second.specs == ("model", None)
     run = MeshFunction(lambda x: relayout(layer(x), (None,) * 3), layer.variables)
-    found = local_value(run(put_replicated(x)))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    actual = local_value(run(put_replicated(x)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 WITHOUT_DROPOUT = {
@@ -92,20 +94,20 @@ WITHOUT_DROPOUT = {
 
 
 @on_mesh
-def test_a_block_and_a_loss_of_the_page_of_patterns():
+def test_docs_patterns_match_one_device_on_a_mesh():
     code = "\n".join(blocks(ROOT / "docs/patterns.md", "python")[:5])
     code = replaced(code, WITHOUT_DROPOUT)
-    exec(code, alone := {})
-    keras.utils.clear_session()  # layers are called as before, and so have the same weights
+    exec(code, reference := {})
+    keras.utils.clear_session()  # equal layer names give equal weights
     start()
     exec(code, sharded := {})
-    found, expected = (names["history"]["loss"] for names in (sharded, alone))
-    np.testing.assert_allclose(found, expected, rtol=PARITY_LOSS)
+    actual, expected = (names["history"]["loss"] for names in (sharded, reference))
+    np.testing.assert_allclose(actual, expected, rtol=PARITY_LOSS)
     assert any(any(v.specs) for v in sharded["network"].get_layer("block_1").weights)
 
 
 @on_mesh
-def test_wrong_rules_are_refused():
+def test_rejects_invalid_rules():
     start(parallel_rules={"embed": "model"})
     raises(ValueError, ["query_kernel", "sharded twice", "'model'"], network)
     stop()
@@ -113,11 +115,11 @@ def test_wrong_rules_are_refused():
     raises(ValueError, ["'positoin'", "no weight"], lambda: losses(trainer_of(network())))
     stop()
     start(model_parallel=4, parallel_rules={"norm": "model", "heads": None})
-    odd = layers.LayerNorm()
-    raises(ValueError, ["gamma", "(30,)", "'norm'", "4 shards"], lambda: odd.build((None, 30)))
+    layer = layers.LayerNorm()
+    raises(ValueError, ["gamma", "(30,)", "'norm'", "4 shards"], lambda: layer.build((None, 30)))
 
 
 @on_mesh
-def test_heads_that_are_not_divisible_are_refused():
+def test_rejects_heads_that_shards_do_not_divide():
     start(model_parallel=4)
     raises(ValueError, ["model_parallel=4", "num_heads=2"], lambda: network(num_heads=2))

@@ -1,4 +1,4 @@
-"""Promise: the optimizer's work is divided by a plan, and done on shards as on full weights."""
+"""Promise: ZeRO partitions the optimizer, and shards are updated like full weights."""
 
 import functools
 
@@ -29,20 +29,21 @@ def plan(num_shards=4, weights=WEIGHTS, **fields):
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_the_flat_plan(level):
-    found = plan(optimizer_shard=level, parallel_optimizer_exclude=("^head/",))
-    assert [one.num_shards for one in found.parameters] == [4, 1, 4, 1, 1]
-    whys = [one.why_replicated for one in found.parameters]
-    assert whys == ["", "less than 64 KB", "", "its constraint needs the full weight", "excluded"]
+def test_flat_partition(level):
+    partition = plan(optimizer_shard=level, parallel_optimizer_exclude=("^head/",))
+    assert [parameter.num_shards for parameter in partition.parameters] == [4, 1, 4, 1, 1]
+    reasons = [parameter.why_replicated for parameter in partition.parameters]
+    assert reasons == ["", "less than 64 KB", "", "its constraint needs the whole", "excluded"]
     elements = [12_800, 100, 8_409, 262_144, 64_000]  # 333 · 101 / 4 = 8408.25
     for index in range(4):
-        assert [one.updated_elements(index) for one in found.parameters] == elements
-    assert found.updated_elements == (sum(elements),) * 4
-    assert found.num_elements == 51_200 + 100 + 33_633 + 262_144 + 64_000
-    assert (found.level, found.balance) == (level, 1)
+        assert [parameter.updated_elements(index) for parameter in partition.parameters] == elements
+    assert partition.updated_elements == (sum(elements),) * 4
+    assert partition.num_elements == 51_200 + 100 + 33_633 + 262_144 + 64_000
+    assert (partition.level, partition.balance) == (level, 1)
 
 
-# Number of ranks -> who owns the weights of more than 64 KB: the largest first, to who has least.
+# Number of ranks -> owners of the weights and elements by rank. Weights above 64 KB go to the
+# rank with the fewest elements, largest first.
 OWNERS = {
     2: ([1, None, 1, 0, 1], (262_244, 148_933)),
     3: ([2, None, 2, 0, 1], (262_244, 64_100, 84_933)),
@@ -51,49 +52,61 @@ OWNERS = {
 
 
 @pytest.mark.parametrize("num_ranks", OWNERS)
-def test_the_plan_of_whole_weights(num_ranks):
+def test_partition_of_whole_weights(num_ranks):
     owners, elements = OWNERS[num_ranks]
-    found = plan(num_ranks, **WHOLE)
-    of = [one.division.sizes if one.division else None for one in found.parameters]
-    assert [sizes and sizes.index(max(sizes)) for sizes in of] == owners
-    assert all(sum(map(bool, sizes)) == 1 for sizes in of if sizes)
-    assert found.updated_elements == elements
-    assert found.balance == pytest.approx(max(elements) * num_ranks / sum(elements))
+    partition = plan(num_ranks, **WHOLE)
+    all_sizes = [
+        parameter.division.sizes if parameter.division else None
+        for parameter in partition.parameters
+    ]
+    assert [sizes and sizes.index(max(sizes)) for sizes in all_sizes] == owners
+    assert all(sum(map(bool, sizes)) == 1 for sizes in all_sizes if sizes)
+    assert partition.updated_elements == elements
+    assert partition.balance == pytest.approx(max(elements) * num_ranks / sum(elements))
 
 
-def test_shards_of_one_weight_have_one_owner_and_count_as_what_is_made_whole():
+def test_shards_of_one_weight_have_one_owner_and_count_their_updates():
     weights = [
         Parameter("table", (10, 3), 4, updates=57),
         Parameter("table", (10, 3), 4, updates=0),
         Parameter("kernel", (100,), 4),
         Parameter("bias", (9,), 4),
     ]
-    found = plan(2, weights, **WHOLE, parallel_optimizer_threshold=0)
-    assert [one.division.sizes for one in found.parameters] == [(0, 30), (0, 30), (100, 0), (0, 9)]
-    assert found.updated_elements == (100, 66)
+    partition = plan(2, weights, **WHOLE, parallel_optimizer_threshold=0)
+    assert [parameter.division.sizes for parameter in partition.parameters] == [
+        (0, 30),
+        (0, 30),
+        (100, 0),
+        (0, 9),
+    ]
+    assert partition.updated_elements == (100, 66)
 
 
-def test_each_rank_has_a_weight_to_update():
+def test_every_rank_updates_a_weight():
     weights = [Parameter(name, (size,), 4) for name, size in (("a", 9), ("b", 2), ("c", 5))]
-    found = plan(4, weights, **WHOLE, parallel_optimizer_threshold=0)
-    assert [one.why_replicated for one in found.parameters] == ["", "fewer weights than ranks", ""]
-    assert found.updated_elements == (11, 7, 2, 2)
+    partition = plan(4, weights, **WHOLE, parallel_optimizer_threshold=0)
+    assert [parameter.why_replicated for parameter in partition.parameters] == [
+        "",
+        "fewer weights than ranks",
+        "",
+    ]
+    assert partition.updated_elements == (11, 7, 2, 2)
 
 
-def test_without_ranks_or_a_level_nothing_is_sharded():
-    for found in (plan(), plan(num_shards=1, optimizer_shard=3), plan(num_shards=1, **WHOLE)):
-        assert found.level == 0
-        assert set(found.updated_elements) == {found.num_elements}
+def test_nothing_is_sharded_on_one_rank_or_at_level_0():
+    for partition in (plan(), plan(num_shards=1, optimizer_shard=3), plan(num_shards=1, **WHOLE)):
+        assert partition.level == 0
+        assert set(partition.updated_elements) == {partition.num_elements}
 
 
-def test_the_plan_is_printed():
+def test_string_of_the_flat_partition():
     text = str(plan(optimizer_shard=2, parallel_optimizer_threshold=0))
     assert "encoder/kernel 512×100 a part each of 4 12,800" in " ".join(text.split())
     assert "its constraint needs the full weight" in text
     assert "level 2, flat: states and gradients are sharded over 4 ranks" in text
 
 
-def test_the_plan_of_whole_weights_is_printed():
+def test_string_of_the_partition_of_whole_weights():
     text = " ".join(str(plan(num_shards=2, **WHOLE)).split())
     assert "decoder/kernel 333×101 rank 1 33,633" in text
     assert "encoder/bias 100 each of 2 100 less than 64 KB" in text
@@ -116,7 +129,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_updates_shards_as_it_does_full_weights(name, compiled):
+def test_updates_of_shards_equal_updates_of_full_weights(name, compiled):
     rng = np.random.default_rng(0)
     start = rng.standard_normal((5, 4)).astype("float32")
     steps = rng.standard_normal((3, 5, 4)).astype("float32")
@@ -156,34 +169,34 @@ WHOLE_WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WHOLE_WEIGHTS)
-def test_an_optimizer_updates_what_it_is_handed_as_a_variable(name):
+def test_updates_through_a_proxy_equal_updates_of_variables(name):
     rng = np.random.default_rng(0)
     start = rng.standard_normal((5, 4)).astype("float32")
     full = keras.Variable(start, name="kernel")
-    held = ParameterProxy(keras.Variable(start, name="kernel"), start.shape)
-    plain, handed, value = WHOLE_WEIGHTS[name](), WHOLE_WEIGHTS[name](), tf.constant(start)
-    handed.build([held])
+    proxy = ParameterProxy(keras.Variable(start, name="kernel"), start.shape)
+    reference, optimizer, value = WHOLE_WEIGHTS[name](), WHOLE_WEIGHTS[name](), tf.constant(start)
+    optimizer.build([proxy])
     for gradient in tf.constant(rng.standard_normal((3, 5, 4)), "float32"):
-        plain.apply([gradient], [full])
-        held.bind(value)
-        handed.apply([gradient], [held])
-        value = held.unbind()
+        reference.apply([gradient], [full])
+        proxy.bind(value)
+        optimizer.apply([gradient], [proxy])
+        value = proxy.unbind()
     np.testing.assert_allclose(value, full.numpy(), rtol=1e-6)
 
 
-def test_an_optimizer_that_begins_with_the_weights_is_refused_where_it_has_shards():
-    held = ParameterProxy(keras.Variable(np.zeros((5, 3), "float32"), name="kernel"), (4,))
+def test_rejects_optimizers_that_read_weights_during_build():
+    proxy = ParameterProxy(keras.Variable(np.zeros((5, 3), "float32"), name="kernel"), (4,))
     with pytest.raises(ValueError, match="reads kernel outside of an update.*partition='whole'"):
-        keras.optimizers.ScheduleFreeAdamW().build([held])
+        keras.optimizers.ScheduleFreeAdamW().build([proxy])
 
 
 @pytest.mark.parametrize("fields", [{"gradient_accumulation_steps": 2}], ids=str)
-def test_what_is_not_done_for_parts_of_the_weights_is_refused(fields):
+def test_rejects_gradient_accumulation_of_shards(fields):
     with pytest.raises(ValueError, match=f"Lamb has {next(iter(fields))}="):
         check_shards(keras.optimizers.Lamb(0.1, **fields))
 
 
-def test_states_are_as_large_as_shards():
+def test_optimizer_states_have_the_size_of_shards():
     variable = ParameterProxy(keras.Variable(np.zeros((5, 3), "float32")), (4,))
     optimizer = keras.optimizers.AdamW()
     optimizer.build([variable])
@@ -191,27 +204,29 @@ def test_states_are_as_large_as_shards():
 
 
 @pytest.mark.parametrize("kind", ["Lamb", "Adafactor", "Muon"])
-def test_optimizers_of_whole_weights_are_refused(kind):
+def test_rejects_optimizers_that_need_full_weights(kind):
     with pytest.raises(ValueError, match=f"{kind} computes with full weights.*partition='whole'"):
         check_elementwise(getattr(keras.optimizers, kind)(0.1))
 
 
 class Lars(keras.optimizers.SGD):
-    """Scales a gradient by the norms of a weight and of it (You et al., 2017)."""
+    """Optimizer that scales gradients by the ratio of norms (You et al., 2017)."""
 
     def update_step(self, gradient, variable, learning_rate):
         scale = tf.norm(variable) / tf.norm(gradient)
         super().update_step(gradient * scale, variable, learning_rate)
 
 
-class OwnAdam(keras.optimizers.AdamW):
+class CustomAdam(keras.optimizers.AdamW):
     pass
 
 
-def test_own_optimizers_are_tried_on_halves_of_a_weight():
+def test_custom_optimizers_are_tried_on_halves_of_a_weight():
     with pytest.raises(ValueError, match="Lars computes with full weights"):
         check_elementwise(Lars(0.1))
-    check_elementwise(OwnAdam(keras.optimizers.schedules.CosineDecay(0.1, 9), global_clipnorm=0.1))
+    check_elementwise(
+        CustomAdam(keras.optimizers.schedules.CosineDecay(0.1, 9), global_clipnorm=0.1)
+    )
 
 
 class TestLossScale:
@@ -227,34 +242,34 @@ class TestLossScale:
             scales.append(float(scale.value()))
         return scales, updates, int(scale.skipped_steps)
 
-    def test_it_doubles_after_good_steps(self):
+    def test_scale_doubles_after_finite_steps(self):
         assert self.run([1.0] * 7) == ([8, 8, 16, 16, 16, 32, 32], [1.0] * 7, 0)
 
     @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-    def test_an_overflow_halves_it_skips_the_step_and_starts_to_count_anew(self, bad):
+    def test_overflow_halves_the_scale_skips_the_step_and_resets_the_count(self, bad):
         scales, updates, skipped = self.run([1.0, 1.0, bad, 1.0, 1.0, 1.0])
         assert scales == [8, 8, 4, 4, 4, 8]
         assert (updates, skipped) == ([1.0] * 5, 1)
 
-    def test_without_one_nothing_is_skipped(self):
+    def test_without_loss_scaling_nothing_is_skipped(self):
         scale = LossScale(keras.optimizers.SGD(0.1))
         updates = []
         scale.run(tf.constant(float("nan")), lambda: updates.append(1))
         assert (float(scale.value()), updates) == (1.0, [1])
 
 
-def after_step(step, gradients):
-    """Update the weights; return the norm of all gradients."""
-    gradients, held, norm = step.reduce_and_clip(gradients)
-    step.apply(gradients, held, norm)
+def run_step(step, gradients):
+    """Update the weights and return the norm of all gradients."""
+    gradients, reduced, norm = step.reduce_and_clip(gradients)
+    step.apply(gradients, reduced, norm)
     return norm
 
 
-def test_an_update_of_scaled_gradients_is_that_of_the_true_ones():
+def test_update_removes_the_loss_scale():
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
     step = ShardedOptimizer(optimizer, [weight], [None], StepCompiler())
-    norm = after_step(step, [tf.constant([4.0, 8.0, 8.0])])
+    norm = run_step(step, [tf.constant([4.0, 8.0, 8.0])])
     assert float(norm) == pytest.approx(3.0)
     np.testing.assert_allclose(weight.numpy(), [0.5, 0.0, 0.0])
 
@@ -262,12 +277,12 @@ def test_an_update_of_scaled_gradients_is_that_of_the_true_ones():
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.1}, {"global_clipnorm": 0.1}])
 @pytest.mark.parametrize("kind", ["none", "copies"])
-def test_a_rank_with_no_weight_that_counts_in_the_norm(kind, clip, traced):
+def test_norm_is_zero_without_counted_weights(kind, clip, traced):
     weights = [] if kind == "none" else [keras.Variable(np.ones(2, "float32"))]
     copies = weights if kind == "copies" else []
     optimizer = keras.optimizers.SGD(1.0, **clip)
     step = ShardedOptimizer(optimizer, weights, [None] * len(weights), StepCompiler(), copies)
-    run = functools.partial(after_step, step)
+    run = functools.partial(run_step, step)
     run = tf.function(run) if traced else run
     assert float(run([tf.constant([3.0, 4.0])] * len(weights))) == 0
     assert int(optimizer.iterations) == 1
@@ -277,7 +292,7 @@ def phase_names(steps):
     return [phase.func.__name__ for phase in steps]
 
 
-def test_one_device_leaves_out_the_phases_of_other_layouts():
+def test_one_device_skips_phases_of_other_layouts():
     weight = keras.Variable(np.ones(3, "float32"))
     step = ShardedOptimizer(keras.optimizers.SGD(0.5), [weight], [None], StepCompiler())
     assert phase_names(step._gradient_phases) == [
