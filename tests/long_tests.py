@@ -38,51 +38,51 @@ LEFT = [
     ),
     # The command line.
     Left(
-        "cli/test_plan_measure.py::test_this_machine_is_measured_and_planned_for",
+        "cli/test_plan_measure.py::test_plan_measure_writes_a_usable_device",
         "",
         "planner/test_plan.py, and distributed/test_planner.py: what is planned is what is measured",
     ),
-    Left("cli/test_generate.py::test_a_token_ends_texts", "", "models/test_continuation.py"),
+    Left("cli/test_generate.py::test_stop_token_ends_texts", "", "models/test_continuation.py"),
     Left(
-        "cli/test_cli.py::test_doctor_says_what_is_there", "", "cli/launching/test_doctor_hosts.py"
+        "cli/test_cli.py::test_doctor_lists_installed_packages", "", "cli/launching/test_doctor_hosts.py"
     ),
     # Generation. test_logits_rules.py also tests the rules of a search, on its scores.
     Left(
-        "models/test_continuation.py::test_other_tokens_may_end_a_text",
+        "models/test_continuation.py::test_stop_ids_end_a_text",
         "",
         "cli/test_end_tokens.py",
     ),
     Left(
-        "models/test_continuation.py::test_beams_find_what_is_at_least_as_likely",
+        "models/test_continuation.py::test_beam_search_is_at_least_as_likely_as_greedy_search",
         "llama",
         OTHER_CASES,
     ),
     Left(
-        "models/test_continuation.py::test_what_is_told_is_what_is_found",
+        "models/test_continuation.py::test_on_tokens_receives_every_generated_token",
         "temperature",
         OTHER_CASES,
     ),
     Left(
-        "models/test_continuation.py::test_no_two_tokens_follow_each_other_twice",
+        "models/test_continuation.py::test_no_repeat_ngram_size_forbids_repeated_pairs",
         "",
         "models/test_logits_rules.py",
     ),
     Left(
-        "models/test_continuation.py::test_texts_end_and_are_padded",
+        "models/test_continuation.py::test_texts_stop_at_the_end_token_and_are_padded",
         "",
         "models/test_generation.py, of encoder–decoders",
     ),
     Left(
-        "models/test_generation.py::TestGreedy::test_the_cache_changes_nothing", "deep", OTHER_CASES
+        "models/test_generation.py::TestGreedy::test_cached_search_matches_full_forward_passes", "deep", OTHER_CASES
     ),
-    Left("models/test_generation.py::TestGreedy::test_in_16_bits", "bfloat16", OTHER_CASES),
+    Left("models/test_generation.py::TestGreedy::test_16_bit_search_finds_tokens_near_the_best", "bfloat16", OTHER_CASES),
     Left(
         "models/test_generation.py::TestGreedy::test_ended_rows_are_padded_and_no_column_is_all_padding",
         "beam",
         OTHER_CASES,
     ),
     Left(
-        "models/test_generation.py::TestBeamSearch::test_generate_returns_the_best",
+        "models/test_generation.py::TestBeamSearch::test_generate_returns_the_best_translation",
         "0.6",
         OTHER_CASES,
     ),
@@ -99,8 +99,8 @@ LEFT = [
         "^beams_penalty",
         OTHER_CASES,
     ),
-    Left("models/test_lora.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
-    Left("models/test_freezing.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
+    Left("models/test_lora.py::test_recompute_does_not_change_losses", "", "layers/test_recompute.py"),
+    Left("models/test_freezing.py::test_recompute_does_not_change_losses", "", "layers/test_recompute.py"),
     # On ranks and meshes.
     Left(
         "distributed/test_pipeline.py::test_neighboring_chunks_on_one_stage_match_one_process",
@@ -136,10 +136,10 @@ LEFT = [
     Left(
         "parallel/pipeline_parallel/test_shared_chunks.py::test_shared_chunks_are_compiled_once",
         "",
-        "parallel/test_shared_blocks.py::test_one_block_is_traced_whatever_the_depth",
+        "parallel/test_shared_blocks.py::test_only_one_block_is_traced_at_any_depth",
     ),
     Left(
-        "parallel/context_parallel/test_communication.py::test_what_is_sent",
+        "parallel/context_parallel/test_communication.py::test_sent_elements_match_the_formula",
         "",
         "planner/test_formulas.py; layers/test_context_attention.py",
     ),
@@ -154,7 +154,7 @@ LEFT = [
         "sgd of distributed/test_parity.py",
     ),
     Left(
-        "parallel/context_parallel/test_training.py::test_what_is_recomputed_drops_the_same",
+        "parallel/context_parallel/test_training.py::test_recompute_repeats_the_dropout_masks",
         "",
         "layers/test_recompute.py, and the layouts of long networks of distributed/test_parity.py",
     ),
@@ -164,7 +164,7 @@ LEFT = [
         "models/pretrained/test_loading.py::test_on_a_mesh",
     ),
     Left(
-        "models/test_encoder_decoder_lm.py::test_one_search_after_the_other_on_a_mesh",
+        "models/test_encoder_decoder_lm.py::test_consecutive_searches_on_a_mesh",
         "",
         "searches on meshes of distributed/test_parity.py",
     ),
@@ -179,32 +179,32 @@ LEFT = [
         "bert of distributed/test_parity.py",
     ),
     Left(
-        "distributed/test_pipeline.py::test_keras_metrics_are_those_of_one_process",
+        "distributed/test_pipeline.py::test_keras_metrics_match_one_process",
         "",
         "keras_fit:tokens of distributed/test_keras_fit.py, whose pipeline has metrics",
     ),
     Left(
-        "distributed/test_language_model.py::test_it_learns",
+        "distributed/test_language_model.py::test_language_model_loss_decreases",
         "",
-        "models/test_causal_lm.py::test_it_learns_to_count",
+        "models/test_causal_lm.py::test_learns_to_count",
     ),
     Left(
-        "distributed/test_keras_models.py::test_a_table_whose_gradients_are_rows_under_xla",
+        "distributed/test_keras_models.py::test_embedding_with_sparse_gradients_trains_under_xla",
         "",
         "trainers/test_xla.py; test_texts",
     ),
     Left(
-        "distributed/test_host_waits.py::test_ranks_of_a_mesh",
+        "distributed/test_host_waits.py::test_mesh_steps_read_only_scalars_on_the_host",
         "",
         "test_data_ranks; a mesh of ranks in distributed/test_clusters.py",
     ),
     Left(
-        "models/test_lora.py::test_adapters_send_what_the_theory_says",
+        "models/test_lora.py::test_adapter_communication_matches_the_formula",
         "",
         "planner/test_formulas.py; parallel/tensor_parallel/test_communication.py",
     ),
     Left(
-        "runs/test_embedding.py::test_losses_on_a_mesh_are_those_without",
+        "runs/test_embedding.py::test_losses_on_a_mesh_match_one_device",
         "",
         "runs/test_predict.py::test_vectors_are_pooled_and_normalized_as_in_training",
     ),
@@ -214,13 +214,13 @@ LEFT = [
         "layouts with micro-batches of distributed/test_parity.py",
     ),
     Left(
-        "parallel/tensor_parallel/test_rules.py::test_a_block_and_a_loss_of_the_page_of_patterns",
+        "parallel/tensor_parallel/test_rules.py::test_docs_patterns_match_one_device_on_a_mesh",
         "",
-        "test_a_layer_can_be_sharded_by_rules_of_its_own",
+        "test_shard_method_overrides_rules_of_one_layer",
     ),
     # Networks.
-    Left("models/test_causal_lm.py::test_it_learns_to_count", "float32", POLICIES),
-    Left("models/test_presets.py::test_number_of_parameters_as_printed", "1t|base", OTHER_CASES),
+    Left("models/test_causal_lm.py::test_learns_to_count", "float32", POLICIES),
+    Left("models/test_presets.py::test_rounded_number_of_parameters", "1t|base", OTHER_CASES),
     # Training.
     Left(
         "trainers/engines/test_accumulation.py::test_steps_are_those_of_whole_batches",
@@ -243,42 +243,42 @@ LEFT = [
         OTHER_CASES,
     ),
     # Slow tests of promises that have two tests.
-    Left("cli/test_generate.py::test_options_go_to_the_search", "", "models/test_generation.py"),
-    Left("cli/test_generate.py::test_a_stream_is_the_same", "", "models/test_continuation.py"),
+    Left("cli/test_generate.py::test_generate_passes_search_options", "", "models/test_generation.py"),
+    Left("cli/test_generate.py::test_stream_prints_the_same_text", "", "models/test_continuation.py"),
     Left(
         "runs/test_folder.py::test_the_command_exports_weights_that_belong_to_the_run",
         "",
         "cli/test_cli.py::test_weights_of_a_checkpoint_are_exported",
     ),
     Left(
-        "runs/test_folder.py::test_what_does_not_belong_together_is_not_used",
+        "runs/test_folder.py::test_files_of_another_run_are_rejected",
         "run.json|weights|tokenizer|flipped|cut|numbers",
         OTHER_CASES,
     ),
     Left(
-        "cli/launching/test_launch.py::test_a_command_that_fails_once_is_started_again",
+        "cli/launching/test_launch.py::test_restarts_a_failed_command",
         "",
         "cli/launching/test_plans.py",
     ),
     Left(
-        "models/test_continuation.py::test_several_results_of_a_prompt",
+        "models/test_continuation.py::test_num_return_sequences_gives_distinct_texts",
         "",
         "models/test_generation.py",
     ),
     Left(
-        "models/test_continuation.py::test_an_end_that_is_padding_too_is_found",
+        "models/test_continuation.py::test_end_token_equal_to_padding_is_generated",
         "",
         "models/test_generation.py, of encoder–decoders",
     ),
     Left(
-        "models/test_generation.py::TestGreedy::test_the_default_length_suits_the_source_and_the_positions",
+        "models/test_generation.py::TestGreedy::test_default_length_depends_on_the_source_and_the_positions",
         "",
         "models/test_presets.py; the command line's translations",
     ),
     Left(
-        "models/test_generation.py::TestBeamSearch::test_the_penalty_prefers_longer_translations",
+        "models/test_generation.py::TestBeamSearch::test_length_penalty_prefers_longer_translations",
         "",
-        "test_a_wide_beam_finds_everything, whose scores have the penalty",
+        "test_a_wide_beam_finds_all_translations, whose scores have the penalty",
     ),
     Left(
         "layers/test_blockwise_attention.py::test_blockwise_matches_reference_in_a_function",

@@ -1,8 +1,8 @@
-"""The tiers of the suite: what each is made of, and what it may take.
+"""Tiers of the test suite: their tests and time limits.
 
-`make check` has what needs no TensorFlow, and an import of it is an error there. `make test` has all
-but the long tests, `make test-long` these, `make test-all` everything. Which tests are long is said
-by their mark.
+`make check` runs the tests that need no TensorFlow, and an import of TensorFlow raises there.
+`make test` runs all tests except long ones (mark `long`). `make test-long` runs the long tests,
+and `make test-all` runs everything.
 """
 
 import importlib.abc
@@ -12,10 +12,10 @@ import sys
 import zlib
 
 TESTS = pathlib.Path(__file__).parent
-# Seconds on two slow cores. A run that takes longer says so; it does not fail, as machines differ.
+# Limits in seconds on two slow cores. A slower run only warns, because machines differ.
 LIMITS = {"check": 60, "test": 10 * 60, "long": 3 * 60 * 60}
 
-# Files and folders whose tests need no TensorFlow, but for those with the mark `tensorflow`.
+# Files and folders whose tests need no TensorFlow, except for tests with the mark `tensorflow`.
 CHECK = (
     "cli/test_schema.py",
     "runs/test_config.py",
@@ -46,34 +46,40 @@ CHECK = (
 FRAMEWORKS = ("horovod", "keras", "tensorflow")
 
 
-def part(text):
-    """Return the numbers of K/N, the K-th of N parts."""
-    number, of = map(int, text.split("/"))
-    if not 1 <= number <= of:
-        raise ValueError(f"part {number} of {of}: expected 1 to {of}")
-    return number, of
+def parse_part(text):
+    """Parse "K/N", the K-th of N parts, into an `(index, count)` tuple. The index starts at 1."""
+    index, count = map(int, text.split("/"))
+    if not 1 <= index <= count:
+        raise ValueError(f"part {index} of {count}: expected 1 to {count}")
+    return index, count
 
 
-def is_in_part(test, runs, number, of):
-    """Return whether a test belongs to a part: with the others of its file, or of its first run.
+def is_in_part(test, runs, index, count):
+    """Return whether a test belongs to a part of the suite.
+
+    Tests that read the same first run share a part, and so do the other tests of a file.
 
     Args:
-        test: its id.
-        runs: the names of the runs of ranks that it reads.
-        number, of: which part of how many.
+        test: Test id.
+        runs: Names of the multi-rank runs that the test reads.
+        index: Part, from 1.
+        count: Number of parts.
     """
     key = runs[0] if runs else test.partition("::")[0]
-    return zlib.crc32(key.encode()) % of == number - 1
+    return zlib.crc32(key.encode()) % count == index - 1
 
 
 def is_in_check(path):
-    """Return whether a file or folder has tests that belong to `make check`."""
+    """Return whether a file or folder contains tests of `make check`."""
     places = [TESTS / place for place in CHECK]
     return any(path.is_relative_to(place) or place.is_relative_to(path) for place in places)
 
 
 class WithoutTensorFlow(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Refuses to import TensorFlow, and what imports it; they may be looked for."""
+    """Import hook that raises if TensorFlow, Keras or Horovod is imported.
+
+    `importlib.util.find_spec` still finds the packages.
+    """
 
     def install(self):
         assert not imported_frameworks()
@@ -87,11 +93,11 @@ class WithoutTensorFlow(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         raise ImportError(
-            f"{module.__name__} is imported in `make check`, which needs no TensorFlow: "
-            "mark the test with pytest.mark.tensorflow, or take its file out of tests/tiers.py"
+            f"`make check` must not import {module.__name__}. Mark the test with "
+            "pytest.mark.tensorflow, or remove its file from tests/tiers.py."
         )
 
 
 def imported_frameworks():
-    """Return which of TensorFlow, Keras and Horovod this process has imported, a list."""
+    """Return the list of frameworks that this process has imported."""
     return [name for name in FRAMEWORKS if name in sys.modules]

@@ -65,7 +65,7 @@ def test_stack_with_pattern_equals_separate_blocks():
             {"block_pattern": [{"hidden_size": 3}]},
             "`block_pattern` has the key 'hidden_size', expected keys",
         ),
-        ({"block_pattern": [{"experts": True}]}, "has no experts to use"),
+        ({"block_pattern": [{"experts": True}]}, "has no experts"),
         (
             {"norm_placement": "both"},
             "`norm_placement` must be one of pre, post, output, sandwich, para",

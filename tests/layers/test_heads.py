@@ -115,7 +115,7 @@ def test_keras_files_store_task_heads(tmp_path):
 
 def test_generate_rejects_classification_heads():
     network = with_task_head(CausalLM(20, **SIZES), TokenHead(3))
-    with pytest.raises(ValueError, match="a TokenHead gives labels: generate needs tokens"):
+    with pytest.raises(ValueError, match="the network has a TokenHead, which returns labels"):
         network.generate([[5, 6]], 3)
 
 

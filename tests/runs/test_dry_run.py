@@ -109,7 +109,7 @@ def test_weights_of_another_kind_are_refused(place, dry_run):
 
 def test_an_existing_export_is_refused_unless_it_is_replaced(place, dry_run):
     code, _, err = dry_run("chat", "export.folder=llama")
-    assert code == 2 and "llama: is there already" in err
+    assert code == 2 and "llama exists already" in err
     assert dry_run("chat", "export.folder=llama", options=["--overwrite"])[0] == 0
     (place / "served").mkdir(exist_ok=True)
     code, _, err = dry_run("chat", "export.saved_model=served")
@@ -118,7 +118,7 @@ def test_an_existing_export_is_refused_unless_it_is_replaced(place, dry_run):
 
 def test_an_export_that_no_family_has_is_refused(dry_run):
     code, _, err = dry_run("gpt", "export.family=bert")
-    assert code == 2 and "save it as another family" in err
+    assert code == 2 and "Save it as another family" in err
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_two_tables_of_embeddings_are_refused(name, tmp_path):
     folder, prefix = made(name, tmp_path), "model." * name.startswith("Bart")
     table = f"{prefix}decoder.embed_tokens.weight"
     change(folder, lambda tensors: tensors.update({table: torch.randn(40, 16)}))
-    with pytest.raises(InputError, match=f"{table} differs from the values that"):
+    with pytest.raises(InputError, match=f"{table} differs from the embedding table that"):
         from_pretrained(folder)
 
 
@@ -216,7 +216,7 @@ def test_positions_other_than_the_formula_are_refused(name, dtype, tmp_path):
     tolerance = PARITY_LOGITS if dtype == "float32" else 2e-2
     np.testing.assert_allclose(found(from_pretrained(folder)), logits, rtol=0, atol=tolerance)
     positions(0.05)
-    with pytest.raises(InputError, match=f"{table} differs from the values that"):
+    with pytest.raises(InputError, match=f"{table} differs from the embedding table that"):
         from_pretrained(folder)
 
 

@@ -218,25 +218,25 @@ def test_verdict_describes_the_activity_of_stalled_ranks():
     (None, None, 50.0), (None, "120", 120.0), (0, "120", 0.0), (30, None, 30.0), (None, "0", 0.0),
 ])  # fmt: skip
 @pytest.mark.tensorflow
-def test_the_setting(given, environment, expected, monkeypatch):
+def test_the_setting(argument, environment, expected, monkeypatch):
     from dtransformer.parallel.initialize import resolve_stall_seconds
 
     monkeypatch.delenv("DTRANSFORMER_STALL_SECONDS", raising=False)
     if environment is not None:
         monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
-    assert resolve_stall_seconds(given) == expected
+    assert resolve_stall_seconds(argument) == expected
 
 
 @pytest.mark.parametrize("argument, environment", [
     (-1, ""), (3, ""), (float("nan"), ""), (True, ""), ([], ""), (None, "soon"), (None, "inf"),
 ])  # fmt: skip
 @pytest.mark.tensorflow
-def test_a_setting_that_makes_no_sense_is_refused(given, environment, monkeypatch):
+def test_a_setting_that_makes_no_sense_is_refused(argument, environment, monkeypatch):
     from dtransformer.parallel.initialize import resolve_stall_seconds
 
     monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
     with pytest.raises(ValueError, match="stall_seconds"):
-        resolve_stall_seconds(given)
+        resolve_stall_seconds(argument)
 
 
 # Case -> (step seconds of all ranks for each look, named ranks in order).
