@@ -44,7 +44,9 @@ LEFT = [
     ),
     Left("cli/test_generate.py::test_stop_token_ends_texts", "", "models/test_continuation.py"),
     Left(
-        "cli/test_cli.py::test_doctor_lists_installed_packages", "", "cli/launching/test_doctor_hosts.py"
+        "cli/test_cli.py::test_doctor_lists_installed_packages",
+        "",
+        "cli/launching/test_doctor_hosts.py",
     ),
     # Generation. test_logits_rules.py also tests the rules of a search, on its scores.
     Left(
@@ -73,9 +75,15 @@ LEFT = [
         "models/test_generation.py, of encoder–decoders",
     ),
     Left(
-        "models/test_generation.py::TestGreedy::test_cached_search_matches_full_forward_passes", "deep", OTHER_CASES
+        "models/test_generation.py::TestGreedy::test_cached_search_matches_full_forward_passes",
+        "deep",
+        OTHER_CASES,
     ),
-    Left("models/test_generation.py::TestGreedy::test_16_bit_search_finds_tokens_near_the_best", "bfloat16", OTHER_CASES),
+    Left(
+        "models/test_generation.py::TestGreedy::test_16_bit_search_finds_tokens_near_the_best",
+        "bfloat16",
+        OTHER_CASES,
+    ),
     Left(
         "models/test_generation.py::TestGreedy::test_ended_rows_are_padded_and_no_column_is_all_padding",
         "beam",
@@ -99,8 +107,14 @@ LEFT = [
         "^beams_penalty",
         OTHER_CASES,
     ),
-    Left("models/test_lora.py::test_recompute_does_not_change_losses", "", "layers/test_recompute.py"),
-    Left("models/test_freezing.py::test_recompute_does_not_change_losses", "", "layers/test_recompute.py"),
+    Left(
+        "models/test_lora.py::test_recompute_does_not_change_losses", "", "layers/test_recompute.py"
+    ),
+    Left(
+        "models/test_freezing.py::test_recompute_does_not_change_losses",
+        "",
+        "layers/test_recompute.py",
+    ),
     # On ranks and meshes.
     Left(
         "distributed/test_pipeline.py::test_neighboring_chunks_on_one_stage_match_one_process",
@@ -243,8 +257,12 @@ LEFT = [
         OTHER_CASES,
     ),
     # Slow tests of promises that have two tests.
-    Left("cli/test_generate.py::test_generate_passes_search_options", "", "models/test_generation.py"),
-    Left("cli/test_generate.py::test_stream_prints_the_same_text", "", "models/test_continuation.py"),
+    Left(
+        "cli/test_generate.py::test_generate_passes_search_options", "", "models/test_generation.py"
+    ),
+    Left(
+        "cli/test_generate.py::test_stream_prints_the_same_text", "", "models/test_continuation.py"
+    ),
     Left(
         "runs/test_folder.py::test_the_command_exports_weights_that_belong_to_the_run",
         "",

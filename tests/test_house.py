@@ -122,7 +122,7 @@ MAX_LINES = 350
 """Lines of code of a file, without docstrings, comments and blank lines."""
 MAX_MEDIAN_LINES = 90
 # Maximum number of code tokens in the package, without docstrings and comments.
-TOKEN_BUDGET = 313_000
+TOKEN_BUDGET = 316_000
 
 
 # Imports.

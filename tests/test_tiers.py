@@ -19,7 +19,7 @@ def test_check_tier_does_not_import_tensorflow(pytestconfig):
 
 def test_files_of_make_check_exist():
     assert [place for place in CHECK if not (TESTS / place).exists()] == []
-    assert is_in_check(TESTS / "test_words.py") and not is_in_check(TESTS / "test_compat.py")
+    assert is_in_check(TESTS / "test_prose.py") and not is_in_check(TESTS / "test_compat.py")
 
 
 def test_each_tier_has_a_limit():

@@ -41,7 +41,6 @@ CHECK = (
     "test_house.py",
     "test_prose.py",
     "test_tiers.py",
-    "test_words.py",
 )
 FRAMEWORKS = ("horovod", "keras", "tensorflow")
 

@@ -206,7 +206,8 @@ def _differing_checksums(checksums):
         for group, (total, norm) in checksums_of_rank.items():
             other, other_total, other_norm = first.setdefault(group, (rank, total, norm))
             tolerance = _TOLERANCE * abs(other_norm)
-            received, expected = (total, norm), (other_total, other_norm)
+            received = (total, norm)
+            expected = (other_total, other_norm)
             if not np.allclose(received, expected, rtol=0, atol=tolerance, equal_nan=True):
                 yield rank, other, (norm, other_norm)
 

@@ -280,14 +280,22 @@ def test_an_exported_classifier_keeps_its_labels(place, capsys):
         (["predict", "--model", "llama"], ["a"], "which predicts neither labels nor vectors"),
         (["predict", "--run", "runs/classification"], [], "No text was given"),
         (["predict", "--run", "runs/classification"], ['{"text": "a"}', ""], "line 2"),
-        (["predict", "--run", "runs/classification"], ['{"text": 3}'], "line 1: `text` must be a text, got 3"),
+        (
+            ["predict", "--run", "runs/classification"],
+            ['{"text": 3}'],
+            "line 1: `text` must be a text, got 3",
+        ),
         (
             ["predict", "--run", "runs/classification"],
             ["{"],
             "add --text if the lines are not JSON",
         ),
         (["predict", "--run", "runs/classification", "--max-length", 99], ["a"], "32 positions"),
-        (["embed", "--run", "runs/embedding", "--json", "--field", "x"], ['{"y": "a"}'], "`text` is missing"),
+        (
+            ["embed", "--run", "runs/embedding", "--json", "--field", "x"],
+            ['{"y": "a"}'],
+            "`text` is missing",
+        ),
     ],
 )
 def test_predict_rejects_wrong_input_in_one_line(

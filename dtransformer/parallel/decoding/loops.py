@@ -240,7 +240,8 @@ class _StagedDecoding:
             scalars = [state["position"], tf.cast(needs_token(search, state), "int32")]
             chosen = from_last(tf.concat([state["last"], state["beams"], scalars], 0), "choice")
             state["last"], state["beams"] = tf.split(chosen[:-2], 2)
-            state["position"], has_next = chosen[-2], bool(chosen[-1])
+            state["position"] = chosen[-2]
+            has_next = bool(chosen[-1])
             if self._on_tokens is not None:
                 self._on_tokens(state["last"].numpy())
         return from_last(search.result(state), "ids")

@@ -56,10 +56,16 @@ class MeshVariable(ShardedVariable):
         self.local = LocalShards(self._shape, self.specs)
         with tf.device("CPU:0"):
             if isinstance(initializer, StoredValue):
-                part = lambda bounds: initializer.rectangle(bounds, self._dtype)
+
+                def part(bounds):
+                    return initializer.rectangle(bounds, self._dtype)
+
             else:
                 value = np.asarray(initializer(self._shape, dtype=self._dtype))
-                part = lambda bounds: value[bounds.slices]
+
+                def part(bounds):
+                    return value[bounds.slices]
+
         self.shards = []
         for bounds, device in zip(self.local.distinct, self.local.first_devices):
             with tf.device(device):

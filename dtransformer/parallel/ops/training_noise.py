@@ -30,7 +30,8 @@ class InputDropout(RandomLayer):
     def __call__(self, x: tf.Tensor) -> tf.Tensor:
         if not trace.is_training_step():
             return x
-        shape, seed = static_or_dynamic_shape(x), current_dropout_seed()
+        shape = static_or_dynamic_shape(x)
+        seed = current_dropout_seed()
         is_kept = kept_elements(shape, self.rate, seed, current_random_id(self))
         return tf.where(is_kept, x / tf.cast(1 - self.rate, x.dtype), tf.zeros([], x.dtype))
 

@@ -40,9 +40,11 @@ def token_nll(
         flat = tf.reshape(logits, [-1, logits.shape[-1]])
         values = token_nll(flat, tf.reshape(labels, [-1]), label_smoothing, vocab_size, z_loss)
         return tf.reshape(values, tf.shape(labels))
-    width, labels = logits.shape[-1], tf.cast(labels, INDEX_TYPE)
+    width = logits.shape[-1]
+    labels = tf.cast(labels, INDEX_TYPE)
     vocab_size = vocab_size or width
-    on, off = 1.0 - label_smoothing, label_smoothing / vocab_size
+    on = 1.0 - label_smoothing
+    off = label_smoothing / vocab_size
     is_entry = tf.range(width) < vocab_size if vocab_size < width else None
     compute_type = "float64" if logits.dtype == "float64" else "float32"
 

@@ -77,7 +77,8 @@ def look_up_in_shards(shards: tf.Tensor, ids: tf.Tensor, shard_dim: int, specs: 
         A tensor of shape `[t, ..., h]` or `[..., t]`.
     """
     dim = shard_dim % len(shards.shape)
-    num_shards, shard_size = shards.shape[dim], shards.shape[dim + 1]
+    num_shards = shards.shape[dim]
+    shard_size = shards.shape[dim + 1]
     ones_shape = [num_shards if d == dim else 1 for d in range(len(specs))]
     ids = tf.cast(ids, INDEX_TYPE)
     starts = tf.reshape(shard_size * tf.range(num_shards, dtype=INDEX_TYPE), ones_shape)
@@ -140,7 +141,8 @@ def _look_up_replicated(table, ids):
     def gather(table):
         def gradient(dy):
             # Exchange rows instead of full tables.
-            dy, all_ids = relayout(dy, (None,) * 3), relayout(ids, (None, None))
+            dy = relayout(dy, (None,) * 3)
+            all_ids = relayout(ids, (None, None))
             # [b, s, h] -> [b·s, h] -> [V, h]
             rows = tf.reshape(dy, [-1, table.shape[-1]])
             row_ids = tf.reshape(all_ids, [-1])
@@ -154,7 +156,8 @@ def _look_up_replicated(table, ids):
 
 
 def _look_up_sharded(table, ids, axis):
-    num_shards, (num_rows, features) = axis_size(axis), table.shape
+    num_shards = axis_size(axis)
+    (num_rows, features) = table.shape
     shard_rows = num_rows // num_shards
     ids = constrain(ids, ("batch", "inner_length"))
     batch, inner = activation_specs(("batch", "inner_length"), ids.shape)

@@ -28,7 +28,6 @@ _MAX_COPIES = 12
 
 _scope_ids = itertools.count()
 _calls = Scoped("block_calls")
-_tape_graph = Scoped("tape_graph")
 
 
 def recording_block_calls(calls: dict[str, list[str]]) -> contextlib.AbstractContextManager:
@@ -39,14 +38,6 @@ def recording_block_calls(calls: dict[str, list[str]]) -> contextlib.AbstractCon
             name scopes of the calls.
     """
     return _calls.set(calls)
-
-
-def tape_opened_here() -> contextlib.AbstractContextManager:
-    """Mark the current graph as the graph of a step's gradient tape.
-
-    Only in this graph TensorFlow can report which tensors the tape watches.
-    """
-    return _tape_graph.set(tf.compat.v1.get_default_graph())
 
 
 class SharedBlocks:
@@ -128,7 +119,7 @@ def _should_stop_gradients(tensors, values):
 
     The function would otherwise also compute, and reduce, gradients of the inputs.
     """
-    if _tape_graph.get() is not tf.compat.v1.get_default_graph():
+    if trace.tape_graph() is not tf.compat.v1.get_default_graph():
         return False
     inputs = [x for x in tf.nest.flatten(tensors) if x is not None]
     return _compat.is_on_a_tape(values) and not _compat.is_on_a_tape(inputs)

@@ -2,12 +2,15 @@
 
 import contextlib
 
+import tensorflow as tf
+
 from dtransformer.parallel.tracing.scoped import Scoped
 
 _on_mesh = Scoped("on_mesh", False, changes_code=True)
 _has_gradients = Scoped("has_gradients", True, changes_code=True)
 _in_training_step = Scoped("in_training_step", False, changes_code=True)
 _in_decoding_loop = Scoped("in_decoding_loop", False)
+_tape_graph = Scoped("tape_graph")
 
 
 def is_on_mesh() -> bool:
@@ -52,3 +55,16 @@ def is_decoding_loop() -> bool:
 def decoding_loop() -> contextlib.AbstractContextManager:
     """Trace the `with` block as part of a compiled decoding loop."""
     return _in_decoding_loop.set(True)
+
+
+def tape_graph() -> tf.Graph | None:
+    """Return the graph in which a step opens its gradient tape, or `None`.
+
+    Only in this graph TensorFlow can report which tensors the tape watches.
+    """
+    return _tape_graph.get()
+
+
+def tape_opened_here() -> contextlib.AbstractContextManager:
+    """Mark the current graph as the graph of a step's gradient tape."""
+    return _tape_graph.set(tf.compat.v1.get_default_graph())

@@ -25,12 +25,10 @@ class ShardedVariable(keras.Variable):
         shards: List of this rank's shards, as ordinary Keras variables.
         unsharded_for_use: Whether computations unshard the variable when they use it.
         copy: Replicated `tf.Variable` in 16 bits that computations use instead, or `None`.
-        num_assigned: Number of assignments by the program.
     """
 
     unsharded_for_use = False
     copy = None
-    num_assigned = 0
     _unsharded = None  # The full value in host memory. See `unsharded_on_chief`.
 
     @property
@@ -65,11 +63,6 @@ class ShardedVariable(keras.Variable):
     def _as_used(self, value):
         """Convert a value from a stateless scope to the layout of computations."""
         return value
-
-    def assign(self, value):
-        if tf.executing_eagerly():
-            self.num_assigned += 1
-        return super().assign(value)
 
     def __array__(self, dtype=None):
         return np.asarray(self.numpy(), dtype)

@@ -19,7 +19,6 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
-from dtransformer.parallel.tracing.shared_blocks import tape_opened_here
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
@@ -162,7 +161,7 @@ class ForwardStep:
         with (
             tape,
             unsharded,
-            tape_opened_here(),
+            trace.tape_opened_here(),
             training_forward(scalars.seed) as reported,
         ):
             tape.watch(values)
