@@ -194,5 +194,5 @@ def check_same_config(config):
             raise RuntimeError(
                 f"The Trainer was created with `{field.name}={original!r}` in the parallel config, "
                 f"but the current value is {value!r}. Create a new Trainer, or use this one in the "
-                "scope in which it was created."
+                "scope of its original config."
             )

@@ -41,8 +41,8 @@ class SaveAndExit(keras.callbacks.Callback):
         job.print_once(f"Stopping on request. Saved step {step} in {self._saving.folder}.")
         job.barrier()
         # horovodrun kills all other ranks when the first rank exits. Ignore the signals until then.
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        for signum in _SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
         raise SystemExit(EXIT_CODE)
 
 
@@ -67,14 +67,14 @@ def stop_on_signals(
         yield []
         return
 
-    def request_stop(number, frame):
+    def request_stop(signum, frame):
         stopping.ask_to_stop()
 
-    old_handlers = {number: signal.signal(number, request_stop) for number in _SIGNALS}
+    old_handlers = {signum: signal.signal(signum, request_stop) for signum in _SIGNALS}
     try:
         yield [SaveAndExit(saving[0])]
     finally:
-        for number, handler in old_handlers.items():
+        for signum, handler in old_handlers.items():
             # After an agreed stop the signals must stay ignored.
-            if signal.getsignal(number) is request_stop:
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if signal.getsignal(signum) is request_stop:
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)

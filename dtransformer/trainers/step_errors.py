@@ -54,8 +54,8 @@ def _format_error(message):
         line, lowest, highest = match.groups()
         return f"{line} {lowest} to {highest}."
     if match := _LOOKUP_ERROR.search(message):
-        number, size = map(int, match.groups())
-        return f"An id or label of the batch is {number}, but must be 0 to {size - 1}."
+        value, size = map(int, match.groups())
+        return f"An id or label of the batch is {value}, but must be 0 to {size - 1}."
     if match := _LABEL_ERROR.search(message):
         return f"A label of the batch is {match[1]}, but the outputs have {match[2]} classes."
     return None

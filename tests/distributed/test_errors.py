@@ -4,7 +4,7 @@ import pytest
 
 WRONG = {
     ("data_shards/dp2@2x1", "other_batches"): [
-        "rank 0 and rank 1 have different batches in step 1"
+        "Rank 0 and rank 1 have different batches in step 1"
     ],
     ("data_shards/dp2@2x1", "equal_shares"): [
         "Rank 0 and rank 1 have had the same rows up to step 1"

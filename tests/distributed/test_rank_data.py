@@ -13,7 +13,8 @@ from tests.shared_runs import on_ranks
 
 X = np.random.default_rng(0).standard_normal((96, 3)).astype("float32")
 Y = X[:, :1] ** 2
-DIFFERENT, EQUAL = "rank 0 and rank 1 have different batches in step {}", "have the same rows"
+DIFFERENT = "Rank 0 and rank 1 have different batches in step {}"
+EQUAL = "have had the same rows"
 
 
 def trainer(**options):

@@ -336,5 +336,5 @@ def order_callbacks(callbacks: list) -> list:
     is_stateful = [isinstance(callback, KINDS) for callback in callbacks]
     end = max((i + 1 for i in range(len(callbacks)) if is_stateful[i]), default=0)
     moved = [callback for callback in callbacks[:end] if isinstance(callback, ModelCheckpoint)]
-    others = [callback for callback in callbacks[:end] if not isinstance(callback, ModelCheckpoint)]
-    return others + moved + callbacks[end:]
+    states = [callback for callback in callbacks[:end] if not isinstance(callback, ModelCheckpoint)]
+    return states + moved + callbacks[end:]
