@@ -174,7 +174,7 @@ def test_checkpoint_verify_names_damaged_files(run, tmp_path, capsys):
     assert "1 damaged" in captured.err
     assert main(["checkpoint", "export", str(data.parent), "--out", "model.safetensors"]) == 2
     assert main(["checkpoint", "inspect", str(tmp_path / "nothing")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def damaged_runs(run, folder):
