@@ -82,7 +82,7 @@ def test_regular_exit_reports_nothing(job):
 
 def disconnect(link):
     """Close a connection, as the kernel does for a killed process."""
-    link._of_ranks[0].connection.shutdown(socket.SHUT_RDWR)
+    link._links_by_rank[0].connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_killed_rank_ends_the_others_with_its_name(job):
@@ -105,7 +105,7 @@ def test_silent_rank_ends_the_job_on_every_rank(job):
     messages = job.last_words(3)
     assert sorted(messages) == [0, 1, 2]
     for message in messages.values():
-        assert "rank 1 on host one: not heard of for" in message
+        assert "rank 1 on host one: no heartbeat for" in message
 
 
 @pytest.mark.parametrize("job", [10], indirect=True)
@@ -115,7 +115,7 @@ def test_stall_ends_the_job_on_every_rank(job):
     job.doing[2].now = Activity("callbacks", 4, seconds=100)
     messages = job.last_words(3)
     for message in messages.values():
-        assert "rank 2 on host two: held the job" in message and "callbacks after step 4" in message
+        assert "rank 2 on host two: blocked the job" in message and "callbacks after step 4" in message
 
 
 def test_failed_rank_reports_its_error_itself(job):
