@@ -49,7 +49,7 @@ HUGE = "9" * 5000
         (["prepare", "--embedded", "--out", "x", "--num-train", "1000000000"], "from 0"),
         (["prepare", "--embedded", "--out", "/dev/full/x"], "cannot be written"),
         (["checkpoint", "verify", ""], "must be a nonempty path"),
-        (["checkpoint", "verify", "\n".join("abc")], "no such folder"),
+        (["checkpoint", "verify", "\n".join("abc")], "does not exist"),
     ],
     ids=lambda value: str(value)[:40].encode("ascii", "replace").decode().replace("\0", "0"),
 )

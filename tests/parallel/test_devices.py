@@ -58,7 +58,7 @@ def fake_gpus(monkeypatch):
         return calls
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "_cards_of_gpus", {})
+    monkeypatch.setattr(devices, "_devices_by_index", {})
     monkeypatch.setattr(
         config, "set_visible_devices", lambda visible, kind: calls.update(visible=visible)
     )

@@ -1,4 +1,4 @@
-"""Small random models that `transformers` made, in a process of its own, or checks there."""
+"""Small random models that a separate process with `transformers` makes or checks."""
 
 import fcntl
 import functools
@@ -34,7 +34,7 @@ FAMILY_OF = {
 }
 TEXTS = "gpt2", "llama", "llama_3", "llama_tied", "mistral", "mixtral", "qwen2", *family_rows.TEXTS
 PAIRS = "bart", "marian", "t5", "t5_gated", *family_rows.PAIRS
-# As `reference_kinds.py` has them.
+# `reference_kinds.py` has the same values.
 PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
 NEW_TOKENS, END = 20, 2
 with_transformers = pytest.mark.skipif(
@@ -45,7 +45,7 @@ with_transformers = pytest.mark.skipif(
 
 @functools.cache
 def published() -> pathlib.Path:
-    """Return the folder of the models; made once a run of the suite, by the worker that asks first."""
+    """Return the folder of the models. The first worker of a test run makes them."""
     suite = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
     folder = pathlib.Path(tempfile.gettempdir(), f"published-{suite}")
     folder.mkdir(exist_ok=True)
@@ -58,48 +58,48 @@ def published() -> pathlib.Path:
 
 
 def results(name) -> dict:
-    """Return what `transformers` computed with a model: outputs and three steps' losses."""
+    """Return inputs, outputs and losses of three steps that `transformers` computed with a model."""
     return dict(np.load(published() / f"{name}.npz"))
 
 
-def batch_of(expected) -> tuple:
-    """Return inputs and labels of `results` as our networks take them."""
+def get_batch(expected) -> tuple:
+    """Return inputs and labels from `results` in the form that our networks accept."""
     return tuple(_nested(expected, kind) for kind in ("inputs", "labels"))
 
 
 def _nested(expected, kind):
-    """Return a dict of what there is of a kind; or, where it is one, an array."""
-    found = {
+    """Return a dict of the arrays with this prefix, or the array itself if it is the only one."""
+    arrays = {
         name.removeprefix(f"{kind}/"): x.astype("int32")
         for name, x in expected.items()
         if name.startswith(f"{kind}/")
     }
-    return next(iter(found.values())) if len(found) == 1 else found
+    return next(iter(arrays.values())) if len(arrays) == 1 else arrays
 
 
 def errors(outputs, expected) -> dict:
-    """Return how far outputs are from those of `results`, relative to the largest, by name.
+    """Return the largest error of each output, relative to the largest expected value.
 
-    Where texts are padded nothing is compared.
+    Padding is not compared.
     """
     outputs = outputs if isinstance(outputs, dict) else {"": outputs}
-    found, is_token = {}, expected.get("is_token", ...)
-    for name, own in outputs.items():
-        theirs = expected[f"outputs/{name}"]
-        own = np.asarray(own)[..., : theirs.shape[-1]]
-        if own.ndim == 3:
-            own, theirs = own[is_token], theirs[is_token]
-        found[name] = np.abs(own - theirs).max() / np.abs(theirs).max()
-    return found
+    result, is_token = {}, expected.get("is_token", ...)
+    for name, output in outputs.items():
+        reference = expected[f"outputs/{name}"]
+        output = np.asarray(output)[..., : reference.shape[-1]]
+        if output.ndim == 3:
+            output, reference = output[is_token], reference[is_token]
+        result[name] = np.abs(output - reference).max() / np.abs(reference).max()
+    return result
 
 
 def check(folder) -> None:
-    """Let `transformers` load models by the names of those made, and compare their logits."""
+    """Load saved models with `transformers` and compare their logits with `results`."""
     _run("check", published(), folder)
 
 
 def _run(*arguments):
     command = [sys.executable, "-m", "tests.models.pretrained.reference_models", *arguments]
     root = pathlib.Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+    assert process.returncode == 0, process.stderr[-3000:]

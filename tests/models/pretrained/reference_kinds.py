@@ -1,6 +1,6 @@
-"""What `transformers` is asked for by the kinds of models: inputs, losses and what they generate.
+"""Inputs, losses and generated texts of `transformers` for each kind of model.
 
-Names of inputs, outputs and labels are those of our networks; -100 is no label.
+Inputs, outputs and labels have the names that our networks use. Labels of -100 are ignored.
 """
 
 import numpy as np
@@ -14,28 +14,28 @@ ROWS, LENGTH = 3, 20
 
 
 def random_ids(lengths, length=LENGTH):
-    """Return rows of tokens of different lengths, padded."""
+    """Return padded rows of random tokens with the given lengths."""
     ids = torch.randint(4, VOCAB_SIZE, (len(lengths), length))
-    for row, own in enumerate(lengths):
-        ids[row, own:] = PADDING
+    for row, size in enumerate(lengths):
+        ids[row, size:] = PADDING
     return ids
 
 
-def padded_left(model, padding, **others):
-    """Return what a model computes of texts that are padded on the left, as its mask says."""
+def padded_left(model, padding, **other_inputs):
+    """Return left-padded inputs with their mask, and the logits of a model for them."""
     ids = torch.randint(4, VOCAB_SIZE, (ROWS, LENGTH))
     mask = torch.ones_like(ids)
     for row, size in enumerate([0, 3, 14]):
         ids[row, :size], mask[row, :size] = padding, 0
-    inputs = {"input_ids": ids, "attention_mask": mask, **others}
+    inputs = {"input_ids": ids, "attention_mask": mask, **other_inputs}
     with torch.no_grad():
-        found = model(**inputs)
-    logits = found.prediction_logits if "prediction_logits" in found else found.logits
+        outputs = model(**inputs)
+    logits = outputs.prediction_logits if "prediction_logits" in outputs else outputs.logits
     return {**{f"padded/{name}": x.numpy() for name, x in inputs.items()}, "padded": logits}
 
 
 class Texts:
-    """Language models: labels are the texts, one token further."""
+    """Language models, whose labels are the next tokens."""
 
     learning_rate = 0.5
 
@@ -54,17 +54,17 @@ class Texts:
         return model(batch["inputs/tokens"], labels=batch["inputs/tokens"]).loss
 
     def generate(self, model):
-        """Return what comes after prompts of different lengths, greedily and by three beams."""
+        """Return greedy and three-beam continuations of prompts of different lengths."""
         longest = max(map(len, PROMPTS))
         rows = [[0] * (longest - len(row)) + row for row in PROMPTS]
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in PROMPTS]
         inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
         options = {"pad_token_id": END, "max_new_tokens": NEW_TOKENS}
-        return searches(model, inputs, longest, **options)
+        return run_searches(model, inputs, longest, **options)
 
 
 class Masked:
-    """Models of masked tokens: padded texts of two sentences, a sixth of whose tokens are labels."""
+    """Masked language models of padded sentence pairs. A sixth of the tokens are labels."""
 
     learning_rate = 0.1
 
@@ -97,12 +97,12 @@ class Masked:
         )
 
     def outputs(self, model, batch):
-        found = self._call(model, batch)
+        outputs = self._call(model, batch)
         if not self.next_sentence:
-            return {"outputs/": found.logits}
+            return {"outputs/": outputs.logits}
         return {
-            "outputs/masked_lm": found.prediction_logits,
-            "outputs/next_sentence": found.seq_relationship_logits,
+            "outputs/masked_lm": outputs.prediction_logits,
+            "outputs/next_sentence": outputs.seq_relationship_logits,
         }
 
     def loss(self, model, batch):
@@ -125,7 +125,7 @@ class Masked:
 
 
 class Pairs:
-    """Encoder–decoders: targets begin with `start`, the labels follow; both sides are padded."""
+    """Encoder–decoders with padding on both sides. Targets are `start` and the labels before."""
 
     learning_rate = 0.1
 
@@ -162,28 +162,28 @@ class Pairs:
         mask = torch.ones((ROWS, 5)).long()
         mask[1, 2:], mask[2, :2] = 0, 0
         target = torch.randint(4, VOCAB_SIZE, (ROWS, 5))
-        others = {"decoder_input_ids": target, "decoder_attention_mask": mask}
-        return padded_left(model, PADDING, **others)
+        decoder_inputs = {"decoder_input_ids": target, "decoder_attention_mask": mask}
+        return padded_left(model, PADDING, **decoder_inputs)
 
     def generate(self, model):
         source = self.batch()["inputs/source"]
         inputs = {"input_ids": source, "attention_mask": (source != PADDING).long()}
-        never = {PADDING, self.start} - {END}
-        options = {"bad_words_ids": [[x] for x in never], "max_new_tokens": NEW_TOKENS}
-        ruled = searches(model, inputs, 1, max_new_tokens=NEW_TOKENS, **FOLDER_RULES)
+        forbidden = {PADDING, self.start} - {END}
+        options = {"bad_words_ids": [[x] for x in forbidden], "max_new_tokens": NEW_TOKENS}
+        ruled = run_searches(model, inputs, 1, max_new_tokens=NEW_TOKENS, **FOLDER_RULES)
         return {
             "generate/source": source,
-            **searches(model, inputs, 1, **options),
+            **run_searches(model, inputs, 1, **options),
             **{f"ruled_{name}": ids for name, ids in ruled.items()},
         }
 
 
-def searches(model, inputs, start, **options):
-    """Return what is generated after the first `start` tokens, greedily and by three beams."""
-    found = {}
+def run_searches(model, inputs, start, **options):
+    """Return the results of greedy and three-beam search without the first `start` tokens."""
+    results = {}
     for beams in (1, 3):
         ids = model.generate(
             **inputs, num_beams=beams, do_sample=False, length_penalty=0.0, **options
         )
-        found[f"generated_{beams}"] = np.asarray(ids[:, start:])
-    return found
+        results[f"generated_{beams}"] = np.asarray(ids[:, start:])
+    return results

@@ -1,10 +1,10 @@
-"""Small random models of `transformers`, in a process of its own.
+"""Program that makes or checks small random models of `transformers`.
 
     python -m tests.models.pretrained.reference_models make FOLDER
     python -m tests.models.pretrained.reference_models check MADE FOLDER
 
-`make` saves models, before and after three steps of SGD, and what they compute in float32.
-`check` loads models of the same names from FOLDER, and compares what they compute.
+`make` saves models before and after three steps of SGD, and their float32 results.
+`check` loads models of the same names from FOLDER and compares their results.
 """
 
 import json
@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from tests.models.pretrained import family_rows
 from tests.models.pretrained.reference_kinds import END, PADDING, VOCAB_SIZE, Masked, Pairs, Texts
-from tests.models.pretrained.reference_searches import results_of_searches, save_rules
+from tests.models.pretrained.reference_searches import save_rules, search_results
 from tests.models.pretrained.search_cases import SEARCHED
 
 SIZES = {
@@ -106,7 +106,7 @@ T5 = {
     "decoder_start_token_id": PADDING,
 }
 T5_GATED = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-# The name of a model -> class, config, and what it is asked for.
+# Each model has a class, a config and a kind with its inputs and losses.
 MODELS = {
     "gpt2": (transformers.GPT2LMHeadModel, GPT_2, Texts()),
     "llama": (transformers.LlamaForCausalLM, SIZES, Texts()),
@@ -131,7 +131,7 @@ MODELS = {
     "t5_gated": (transformers.T5ForConditionalGeneration, T5_GATED, Pairs(PADDING)),
     "mixtral": (transformers.MixtralForCausalLM, {**SIZES, "num_local_experts": 4}, Texts()),
 }
-for _names, _usual, _rows, _kind in (
+for _names, _defaults, _rows, _kind in (
     (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, SIZES, family_rows.TEXTS, lambda _: Texts()),
     (
         auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -148,14 +148,14 @@ for _names, _usual, _rows, _kind in (
 ):
     for _name, _row in _rows.items():
         _class = getattr(transformers, _names[family_rows.FAMILIES[_name]])
-        _config = {**_usual, **_row.config}
-        MODELS[_name] = (_class, _config, _kind(_row.config if _usual is BERT else _config))
+        _config = {**_defaults, **_row.config}
+        MODELS[_name] = (_class, _config, _kind(_row.config if _defaults is BERT else _config))
 STEPS = 3
 FAMILIES = sorted({model_class.config_class.model_type for model_class, _, _ in MODELS.values()})
 
 
 def save_fields(path):
-    """Save the fields of the kinds of configs, with their usual values."""
+    """Save the default fields of all config classes, and numbers of parameters."""
     kinds = {kind: transformers.CONFIG_MAPPING[kind]().to_dict() for kind in FAMILIES}
     generation = sorted(vars(transformers.GenerationConfig()))
     classes = {
@@ -165,13 +165,15 @@ def save_fields(path):
         models = {
             kind: classes[kind](classes[kind].config_class()) for kind in family_rows.DEFAULT_SIZES
         }
-    numbers = {kind: sum(x.numel() for x in model.parameters()) for kind, model in models.items()}
-    fields = {"configs": kinds, "generation": generation, "parameters": numbers}
+    parameter_counts = {
+        kind: sum(x.numel() for x in model.parameters()) for kind, model in models.items()
+    }
+    fields = {"configs": kinds, "generation": generation, "parameters": parameter_counts}
     path.write_text(json.dumps(fields))
 
 
 def save_mxfp4(path):
-    """Save blocks of all bytes with scales, and what their values are."""
+    """Save blocks with all bytes, their scales and their values."""
     blocks = torch.randperm(4096).reshape(2, 16, 8, 16).to(torch.uint8)
     scales = torch.randint(1, 252, (2, 16, 8)).to(torch.uint8)
     values = convert_moe_packed_tensors(blocks, scales).float()
@@ -179,7 +181,7 @@ def save_mxfp4(path):
 
 
 def save_fp8(path):
-    """Save a matrix of two by three blocks in FP8, and what its values are."""
+    """Save an FP8 matrix of two by three blocks and its values."""
     elements, scales = torch.randn(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 3)
     values = Fp8Dequantize(None)._dequantize_one(elements, scales, torch.float32)
     np.savez(path, elements=elements.float(), scales=scales, values=values)
@@ -190,16 +192,16 @@ def make(folder):
     save_mxfp4(folder / "mxfp4.npz")
     save_fp8(folder / "fp8.npz")
     save_rules(folder / "rules.npz")
-    for number, (name, (model_class, options, kind)) in enumerate(MODELS.items()):
-        torch.manual_seed(number)
+    for seed, (name, (model_class, options, kind)) in enumerate(MODELS.items()):
+        torch.manual_seed(seed)
         config = model_class.config_class(**options, attn_implementation="eager")
         model = model_class(config).float()
-        if options.get("tie_word_embeddings") is False:  # T5's is made tied, whatever it says
+        if options.get("tie_word_embeddings") is False:  # T5 ties its head despite the config.
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         with torch.no_grad():
-            for weight in drawn(model):
+            for weight in tensors_to_randomize(model):
                 weight.add_(torch.randn_like(weight) * 0.1)
-        # One of them in several files, with an index.
+        # One model is saved in several files with an index.
         size = "20KB" if name == "llama" else "5GB"
         model.save_pretrained(folder / name, max_shard_size=size)
         batch = kind.batch()
@@ -207,7 +209,7 @@ def make(folder):
             outputs = kind.outputs(model, batch)
         generated = {**kind.generate(model), **kind.padded(model)}
         if name == SEARCHED:
-            generated |= results_of_searches(model)
+            generated |= search_results(model)
         optimizer, losses = torch.optim.SGD(model.parameters(), kind.learning_rate), []
         for _ in range(STEPS):
             loss = kind.loss(model, batch)
@@ -217,15 +219,15 @@ def make(folder):
             optimizer.step()
         model.save_pretrained(folder / f"{name}_after")
         arrays = {key: np.asarray(value) for key, value in {**batch, **outputs}.items()}
-        told = {"losses": losses, "learning_rate": kind.learning_rate}
-        np.savez(folder / f"{name}.npz", **arrays, **told, **generated)
+        scalars = {"losses": losses, "learning_rate": kind.learning_rate}
+        np.savez(folder / f"{name}.npz", **arrays, **scalars, **generated)
 
 
-def drawn(model):
-    """Return what is drawn of a model, biases and norms, too, and what is not trained of a head."""
+def tensors_to_randomize(model):
+    """Return all trained parameters, and the frozen biases of heads and routers."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    others = "final_logits_bias", "e_score_correction_bias"
-    return [*trained, *(x for name, x in model.named_buffers() if name.endswith(others))]
+    bias_names = "final_logits_bias", "e_score_correction_bias"
+    return [*trained, *(x for name, x in model.named_buffers() if name.endswith(bias_names))]
 
 
 def check(made, folder):
@@ -245,5 +247,5 @@ def check(made, folder):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # of models as small as these more would wait for each other
+    torch.set_num_threads(1)  # More threads would slow down models of this size.
     {"make": make, "check": check}[sys.argv[1]](*map(pathlib.Path, sys.argv[2:]))

@@ -1,6 +1,6 @@
-"""What is generated here and by `transformers`, by our names of the options."""
+"""Searches and logits rules to compare with `transformers`, with our names of the options."""
 
-SEARCHED = "llama"  # the model that does it
+SEARCHED = "llama"  # The model that runs the searches.
 SEARCHES = {
     "penalty": {"repetition_penalty": 1.7},
     "ngrams": {"no_repeat_ngram_size": 2},
@@ -16,15 +16,15 @@ SEARCHES = {
     "last": {"last_ids": [7, 8], "stop_ids": [2]},
     "beams_last": {"beam_size": 3, "last_ids": [17], "suppressed_ids": [*range(20, 50)]},
 }
-# What `transformers` calls the options.
-THEIRS = {
+# Names of the options in `transformers`.
+HF_NAMES = {
     "beam_size": "num_beams",
     "stop_ids": "eos_token_id",
     "last_ids": "forced_eos_token_id",
     "suppressed_ids": "suppress_tokens",
     "suppressed_first_ids": "begin_suppress_tokens",
 }
-# Of an encoder-decoder, as its folder says them.
+# Fields of the generation config of an encoder-decoder.
 FOLDER_RULES = {
     "forced_bos_token_id": 9,
     "forced_eos_token_id": 2,
@@ -33,7 +33,7 @@ FOLDER_RULES = {
     "begin_suppress_tokens": [*range(15, 45)],
     "bad_words_ids": [[46], [47], [3]],
 }
-# Each on logits [4, 61] and texts [4, 12]: the name in `transformers`, and its arguments.
+# Rules of `transformers` with the arguments to test on logits [4, 61] and texts [4, 12].
 RULES = {
     "RepetitionPenaltyLogitsProcessor": [1.7],
     "NoRepeatNGramLogitsProcessor": [1, 2, 3],

@@ -1,4 +1,4 @@
-"""Promise: a folder of a class without a head, such as `BertModel`, is loaded for any task."""
+"""Folders of classes without a head, such as `BertModel`, are loaded for any task."""
 
 import json
 
@@ -21,7 +21,7 @@ PADDED = {**ENCODER, "pad_token_id": 0}
 DECODER = {**PADDED, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-# The class -> its config, and whether it lacks the head's weights. Then the network gives vectors.
+# Each class has a config and a flag. If it is True, the head has no weights and vectors result.
 CLASSES = {
     "BertModel": (PADDED, True),
     "RobertaModel": (ENCODER | {"pad_token_id": 1}, True),
@@ -44,7 +44,7 @@ CLASSES = {
 IDS = np.random.default_rng(0).integers(3, 40, (3, 7))
 
 
-def made(name, folder, sizes):
+def save_random_model(name, folder, sizes):
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**sizes)).eval()
@@ -53,9 +53,9 @@ def made(name, folder, sizes):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_hidden_states_are_those_of_transformers(name, tmp_path):
+def test_hidden_states_match_transformers(name, tmp_path):
     sizes, gives_vectors = CLASSES[name]
-    model = made(name, tmp_path, sizes)
+    model = save_random_model(name, tmp_path, sizes)
     network = from_pretrained(tmp_path)
     assert network.has_task_head == gives_vectors
     with torch.no_grad():
@@ -69,9 +69,9 @@ def test_hidden_states_are_those_of_transformers(name, tmp_path):
     np.testing.assert_allclose(network(IDS), states[:, 0], rtol=0, atol=PARITY_LOGITS)
 
 
-def test_a_head_that_is_damaged_is_still_refused(tmp_path):
-    """The class has a head, and the file lacks it."""
-    made("LlamaModel", tmp_path, DECODER)
+def test_missing_head_kernel_raises_an_error(tmp_path):
+    """The class in the config has a head, but the file lacks its kernel."""
+    save_random_model("LlamaModel", tmp_path, DECODER)
     config = json.loads((tmp_path / "config.json").read_text())
     config["architectures"] = ["LlamaForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -79,15 +79,15 @@ def test_a_head_that_is_damaged_is_still_refused(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_a_decoder_without_a_head_generates_no_texts(tmp_path):
-    made("LlamaModel", tmp_path, DECODER | {"vocab_size": 290})
+def test_decoder_without_a_head_cannot_generate_text(tmp_path):
+    save_random_model("LlamaModel", tmp_path, DECODER | {"vocab_size": 290})
     write_byte_tokenizer(tmp_path, ["one"], "{{ messages }}")
     with pytest.raises(InputError, match="contains a CausalLM, which does not generate text"):
         opened(tmp_path, "float32")
 
 
-def test_an_encoder_without_its_decoder_is_refused_by_its_config(tmp_path):
-    made("T5EncoderModel", tmp_path, T5)
+def test_encoder_without_its_decoder_raises_an_error(tmp_path):
+    save_random_model("T5EncoderModel", tmp_path, T5)
     for read in (architecture_of, from_pretrained):
         with pytest.raises(
             InputError,

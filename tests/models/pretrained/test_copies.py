@@ -1,4 +1,4 @@
-"""Promise: tensors that a folder holds twice count with their own values, as `transformers` has it."""
+"""Duplicate tensors in a folder are loaded with the values that `transformers` uses."""
 
 import json
 import warnings
@@ -43,7 +43,7 @@ PAIRS = {
 M2M_100 = {**PAIRS, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 T5_IDS = {**T5, "decoder_start_token_id": 0}
 HEAD = "lm_head.weight"
-# The class -> its config, the head's kernel, and the head's own bias if files may have it twice.
+# Each class has a config, a head kernel and the head bias if files may contain it twice.
 CLASSES = {
     "MT5ForConditionalGeneration": (T5_IDS, HEAD, None),
     "GPT2LMHeadModel": (GPT2 | {"eos_token_id": 2}, HEAD, None),
@@ -72,8 +72,8 @@ NAMES = [
 ]
 
 
-def made(name, folder, **fields):
-    """Save a random model of a class of `transformers`, and return the folder."""
+def save_random_model(name, folder, **fields):
+    """Save a random model of a class of `transformers` and return the folder."""
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     config = kind.config_class(**{**CLASSES[name][0], **fields})
@@ -81,20 +81,20 @@ def made(name, folder, **fields):
     return folder
 
 
-def change(folder, edit):
-    """Edit a dict of the tensors of a folder's file."""
+def edit_tensors(folder, edit):
+    """Call `edit` with a dict of a folder's tensors and save them."""
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def table_of(tensors):
-    """Return the table of embeddings, by its shape."""
+def get_table(tensors):
+    """Return the embedding table, identified by its shape."""
     return next(x for key, x in tensors.items() if x.shape == (40, 16) and "head" not in key)
 
 
-def expected(name, folder):
-    """Return the logits of `transformers`, and the names that it missed or did not know."""
+def hf_logits(name, folder):
+    """Return the logits of `transformers`, and the names of missing or unexpected tensors."""
     kind = getattr(transformers, name)
     model, info = kind.from_pretrained(folder, output_loading_info=True)
     inputs = {"input_ids": torch.tensor(IDS)}
@@ -105,103 +105,105 @@ def expected(name, folder):
     return logits, {*info["missing_keys"], *info["unexpected_keys"]}
 
 
-def found(network):
+def get_logits(network):
     if hasattr(network, "encode"):
         return network({"source": IDS, "target": IDS[:, ::-1]}).numpy()
     return network(IDS).numpy()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_head_with_its_own_values_is_untied(name, tmp_path):
-    folder = made(name, tmp_path / "given")
+def test_head_with_different_values_is_untied(name, tmp_path):
+    folder = save_random_model(name, tmp_path / "given")
     _, head, bias = CLASSES[name]
 
     def add(tensors):
-        tensors[head] = table_of(tensors) + torch.randn(40, 16) * 0.5
+        tensors[head] = get_table(tensors) + torch.randn(40, 16) * 0.5
         if bias is not None:
             tensors[bias] = torch.randn(40)
 
-    change(folder, add)
-    logits, _ = expected(name, folder)
+    edit_tensors(folder, add)
+    logits, _ = hf_logits(name, folder)
     with pytest.warns(UserWarning, match=f"{head} differs from .* keeps its values") as caught:
         network = from_pretrained(folder)
     assert len(caught) == 1 and not network.arguments["tied_head"]
-    np.testing.assert_allclose(found(network), logits, rtol=0, atol=PARITY_LOGITS)
+    np.testing.assert_allclose(get_logits(network), logits, rtol=0, atol=PARITY_LOGITS)
 
     saved = save_pretrained(network, tmp_path / "saved")
-    again, wrong = expected(name, saved)
-    np.testing.assert_allclose(again, logits, rtol=0, atol=1e-6)
-    assert not wrong
+    saved_logits, mismatches = hf_logits(name, saved)
+    np.testing.assert_allclose(saved_logits, logits, rtol=0, atol=1e-6)
+    assert not mismatches
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        np.testing.assert_array_equal(found(from_pretrained(saved)), found(network))
+        np.testing.assert_array_equal(get_logits(from_pretrained(saved)), get_logits(network))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_copy_of_the_table_stays_tied(name, tmp_path):
-    folder = made(name, tmp_path / "given")
+def test_head_equal_to_the_table_stays_tied(name, tmp_path):
+    folder = save_random_model(name, tmp_path / "given")
     _, head, _ = CLASSES[name]
-    change(folder, lambda tensors: tensors.update({head: table_of(tensors).clone()}))
-    logits, _ = expected(name, folder)
+    edit_tensors(folder, lambda tensors: tensors.update({head: get_table(tensors).clone()}))
+    logits, _ = hf_logits(name, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         network = from_pretrained(folder)
     assert network.arguments["tied_head"]
-    np.testing.assert_allclose(found(network), logits, rtol=0, atol=PARITY_LOGITS)
+    np.testing.assert_allclose(get_logits(network), logits, rtol=0, atol=PARITY_LOGITS)
 
 
-def test_a_head_of_mt5_is_its_own(tmp_path):
-    """Configs of `transformers` say that it is tied, and published files have another kernel."""
+def test_mt5_head_is_untied(tmp_path):
+    """Configs of `transformers` claim a tied head, but published files have another kernel."""
     name, folder = "MT5ForConditionalGeneration", tmp_path / "given"
-    made(name, folder)
-    change(folder, lambda tensors: tensors.update({HEAD: torch.randn(40, 16)}))
-    logits, _ = expected(name, folder)
+    save_random_model(name, folder)
+    edit_tensors(folder, lambda tensors: tensors.update({HEAD: torch.randn(40, 16)}))
+    logits, _ = hf_logits(name, folder)
     network = from_pretrained(folder)
-    np.testing.assert_allclose(found(network), logits, rtol=0, atol=PARITY_LOGITS)
-    again, _ = expected(name, save_pretrained(network, tmp_path / "saved"))
-    np.testing.assert_allclose(again, logits, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(get_logits(network), logits, rtol=0, atol=PARITY_LOGITS)
+    saved_logits, _ = hf_logits(name, save_pretrained(network, tmp_path / "saved"))
+    np.testing.assert_allclose(saved_logits, logits, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM"])
-def test_the_bias_of_the_head_counts_if_a_file_has_two(name, tmp_path):
-    folder = made(name, tmp_path / "given")
+def test_decoder_bias_takes_precedence_over_its_copy(name, tmp_path):
+    folder = save_random_model(name, tmp_path / "given")
     bias = CLASSES[name][2]
-    change(folder, lambda tensors: tensors.update({bias: torch.randn(40)}))
-    logits, _ = expected(name, folder)
+    edit_tensors(folder, lambda tensors: tensors.update({bias: torch.randn(40)}))
+    logits, _ = hf_logits(name, folder)
     network = from_pretrained(folder)
     assert network.arguments["tied_head"]
-    np.testing.assert_allclose(found(network), logits, rtol=0, atol=PARITY_LOGITS)
-    again, wrong = expected(name, save_pretrained(network, tmp_path / "saved"))
-    np.testing.assert_allclose(again, logits, rtol=0, atol=1e-6)
-    assert not wrong
+    np.testing.assert_allclose(get_logits(network), logits, rtol=0, atol=PARITY_LOGITS)
+    saved_logits, mismatches = hf_logits(name, save_pretrained(network, tmp_path / "saved"))
+    np.testing.assert_allclose(saved_logits, logits, rtol=0, atol=1e-6)
+    assert not mismatches
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BartForConditionalGeneration"])
-def test_an_untied_model_of_transformers_is_loaded(name, tmp_path):
-    folder = made(name, tmp_path / "given", tie_word_embeddings=False)
+def test_untied_model_of_transformers_is_loaded(name, tmp_path):
+    folder = save_random_model(name, tmp_path / "given", tie_word_embeddings=False)
 
-    def share(tensors):  # `transformers` draws one table for each side
+    def share(tensors):  # `transformers` initializes a table for each side.
         for key in [key for key in tensors if key.endswith("embed_tokens.weight")]:
             tensors[key] = tensors["model.shared.weight"].clone()
 
-    change(folder, share)
-    logits, _ = expected(name, folder)
-    np.testing.assert_allclose(found(from_pretrained(folder)), logits, rtol=0, atol=PARITY_LOGITS)
+    edit_tensors(folder, share)
+    logits, _ = hf_logits(name, folder)
+    np.testing.assert_allclose(
+        get_logits(from_pretrained(folder)), logits, rtol=0, atol=PARITY_LOGITS
+    )
 
 
 @pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
-def test_two_tables_of_embeddings_are_refused(name, tmp_path):
-    folder, prefix = made(name, tmp_path), "model." * name.startswith("Bart")
+def test_two_different_embedding_tables_raise_an_error(name, tmp_path):
+    folder, prefix = save_random_model(name, tmp_path), "model." * name.startswith("Bart")
     table = f"{prefix}decoder.embed_tokens.weight"
-    change(folder, lambda tensors: tensors.update({table: torch.randn(40, 16)}))
+    edit_tensors(folder, lambda tensors: tensors.update({table: torch.randn(40, 16)}))
     with pytest.raises(InputError, match=f"{table} differs from the embedding table that"):
         from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["PegasusForConditionalGeneration", "MarianMTModel"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_positions_other_than_the_formula_are_refused(name, dtype, tmp_path):
-    folder = made(name, tmp_path)
+def test_positions_that_are_not_sinusoidal_raise_an_error(name, dtype, tmp_path):
+    folder = save_random_model(name, tmp_path)
     table = "model.encoder.embed_positions.weight"
     original = transformers.PegasusForConditionalGeneration(
         transformers.PegasusConfig(**PAIRS)
@@ -209,20 +211,22 @@ def test_positions_other_than_the_formula_are_refused(name, dtype, tmp_path):
 
     def positions(noise):
         value = original + noise * torch.randn(original.shape)
-        change(folder, lambda tensors: tensors.update({table: value.to(getattr(torch, dtype))}))
+        edit_tensors(
+            folder, lambda tensors: tensors.update({table: value.to(getattr(torch, dtype))})
+        )
 
     positions(0.0)
-    logits, _ = expected(name, folder)
+    logits, _ = hf_logits(name, folder)
     tolerance = PARITY_LOGITS if dtype == "float32" else 2e-2
-    np.testing.assert_allclose(found(from_pretrained(folder)), logits, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(get_logits(from_pretrained(folder)), logits, rtol=0, atol=tolerance)
     positions(0.05)
     with pytest.raises(InputError, match=f"{table} differs from the embedding table that"):
         from_pretrained(folder)
 
 
-def test_a_head_of_another_size_is_refused(tmp_path):
-    folder = made("LlamaForCausalLM", tmp_path)
-    change(folder, lambda tensors: tensors.update({HEAD: torch.randn(44, 16)}))
+def test_head_of_another_size_raises_an_error(tmp_path):
+    folder = save_random_model("LlamaForCausalLM", tmp_path)
+    edit_tensors(folder, lambda tensors: tensors.update({HEAD: torch.randn(44, 16)}))
     with pytest.warns(UserWarning, match="keeps its values"):
         with pytest.raises(
             InputError, match=r"lm_head.weight has shape \[44, 16\], not \[40, 16\]"
@@ -230,16 +234,16 @@ def test_a_head_of_another_size_is_refused(tmp_path):
             from_pretrained(folder)
 
 
-def test_a_classifier_of_an_untied_encoder_is_saved_without_the_old_head(tmp_path):
+def test_classifier_of_an_untied_encoder_is_saved_without_the_old_head(tmp_path):
     from dtransformer.layers.heads import SequenceHead
     from dtransformer.models.one_stack import with_task_head
 
-    folder = made("BertForMaskedLM", tmp_path / "given", tie_word_embeddings=False)
+    folder = save_random_model("BertForMaskedLM", tmp_path / "given", tie_word_embeddings=False)
     network = from_pretrained(folder)
     with_task_head(network, SequenceHead(2, hidden_act="tanh", dropout_rate=0.1))
     saved = save_pretrained(network, tmp_path / "saved")
     assert not [key for key in load_file(saved / "model.safetensors") if key.startswith("cls.")]
     config = json.loads((saved / "config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"]
-    _, wrong = expected("BertForSequenceClassification", saved)
-    assert not wrong
+    _, mismatches = hf_logits("BertForSequenceClassification", saved)
+    assert not mismatches

@@ -26,7 +26,7 @@ from dtransformer.models.pretrained.load import (
 from tests.models.pretrained.family_rows import DEFAULT_SIZES
 from tests.models.pretrained.published import NEW_TOKENS, published, results, with_transformers
 from tests.models.pretrained.search_cases import FOLDER_RULES
-from tests.models.pretrained.test_wrong_folders import BART, LLAMA, change_config, saved
+from tests.models.pretrained.test_wrong_folders import BART, LLAMA, change_config, save_network
 
 
 def fields():
@@ -76,7 +76,7 @@ def test_each_field_of_a_generation_config_is_known():
 
 @pytest.fixture
 def llama(tmp_path):
-    return saved(CausalLM(20, **LLAMA), tmp_path, "llama")
+    return save_network(CausalLM(20, **LLAMA), tmp_path, "llama")
 
 
 def test_fields_that_are_not_taken_are_named(llama):
@@ -157,7 +157,7 @@ def test_rules_of_a_translation_model(beams, tmp_path):
 
 
 def test_start_tokens_may_lack_in_the_config_alone(tmp_path):
-    folder = saved(EncoderDecoderLM(20, **BART), tmp_path, "bart")
+    folder = save_network(EncoderDecoderLM(20, **BART), tmp_path, "bart")
     change_config(folder, decoder_start_token_id=KeyError)
     with pytest.raises(InputError, match="`decoder_start_token_id` is missing"):
         from_pretrained(folder)
@@ -191,7 +191,7 @@ def test_rules_of_a_config_are_saved(llama, tmp_path):
 
 
 def test_languages_of_a_config_are_saved(tmp_path):
-    folder = saved(EncoderDecoderLM(20, **BART), tmp_path, "bart")
+    folder = save_network(EncoderDecoderLM(20, **BART), tmp_path, "bart")
     change_config(folder, forced_bos_token_id=5)
     network = from_pretrained(folder)
     assert network.generation_rules["first_ids"] == [5]

@@ -31,9 +31,9 @@ from tests.models.pretrained.published import (
     PAIRS,
     PROMPTS,
     TEXTS,
-    batch_of,
     check,
     errors,
+    get_batch,
     published,
     results,
     with_transformers,
@@ -65,7 +65,7 @@ def tensors_of(folder):
 @pytest.mark.parametrize("name", FAMILY_OF)
 def test_logits(name):
     network, expected = loaded(name), results(name)
-    inputs, _ = batch_of(expected)
+    inputs, _ = get_batch(expected)
     assert max(errors(network(inputs), expected).values()) < 1e-5
 
 
@@ -162,7 +162,7 @@ def test_three_steps_of_training(name):
     if name in ("glm4_moe", "deepseek_v3"):  # the router's bias is not trained there
         freeze(network, "*/router/bias")
     trainer = Trainer(network)
-    batch = batch_of(expected)
+    batch = get_batch(expected)
     loss = keras.tree.map_structure(lambda _: CrossEntropyLoss(ignore_id=-100), batch[1])
     trainer.compile(keras.optimizers.SGD(float(expected["learning_rate"])), loss)
     step = lambda: trainer.train_on_batch(*batch, return_dict=True)
@@ -214,7 +214,7 @@ def test_straight_onto_a_mesh():
     start(model_parallel=2)
     for name in ("gpt2", "llama_tied", "qwen2", "bert_sentences", "marian"):
         network, expected = from_pretrained(published() / name), results(name)
-        inputs, _ = batch_of(expected)  # of 61 entries: the vocabulary is padded
+        inputs, _ = get_batch(expected)  # of 61 entries: the vocabulary is padded
         outputs = Trainer(network).predict(inputs, verbose=0)
         assert max(errors(outputs, expected).values()) < 1e-5
         if name in TEXTS:

@@ -1,4 +1,4 @@
-"""Promise: a folder that cannot be loaded, or a network that cannot be saved, is told in one line."""
+"""A folder that cannot be loaded or a network that cannot be saved raises a one-line error."""
 
 import json
 
@@ -40,7 +40,7 @@ GPT_2 = {
 }
 
 
-def saved(network, path, family):
+def save_network(network, path, family):
     network.build()
     save_pretrained(network, path / family, family)
     return path / family
@@ -48,11 +48,11 @@ def saved(network, path, family):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A good folder of a Llama."""
-    return saved(CausalLM(20, **LLAMA), tmp_path, "llama")
+    """Valid folder of a Llama."""
+    return save_network(CausalLM(20, **LLAMA), tmp_path, "llama")
 
 
-def refusal(path):
+def load_error(path):
     with pytest.raises(InputError) as caught:
         from_pretrained(path)
     text = str(caught.value)
@@ -72,26 +72,26 @@ def change_tensors(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_good_folder_is_loaded_bit_for_bit(folder):
+def test_valid_folder_is_loaded_bit_for_bit(folder):
     network = CausalLM(20, **LLAMA)
     network.build()
-    again = from_pretrained(folder)
-    for own, other in zip(network.weights, again.weights, strict=True):
-        np.testing.assert_array_equal(own.numpy(), other.numpy())
+    loaded = from_pretrained(folder)
+    for weight, loaded_weight in zip(network.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), loaded_weight.numpy())
 
 
-def test_no_folder(tmp_path):
-    assert "is not an existing folder" in refusal(tmp_path / "none")
-    assert "does not exist" in refusal(tmp_path)
+def test_missing_folder_raises_an_error(tmp_path):
+    assert "is not an existing folder" in load_error(tmp_path / "none")
+    assert "does not exist" in load_error(tmp_path)
 
 
-def test_weights_of_another_format(folder):
+def test_weights_in_another_format_raise_an_error(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "found pytorch_model.bin" in refusal(folder)
+    assert "found pytorch_model.bin" in load_error(folder)
 
 
 @pytest.mark.parametrize(
-    "fields, told",
+    "fields, message",
     [
         ({"model_type": "mamba"}, "`model_type` must be one of gpt2, opt, llama"),
         ({"model_type": KeyError}, "got None."),
@@ -127,13 +127,13 @@ def test_weights_of_another_format(folder):
         ),
     ],
 )
-def test_a_config_that_does_not_fit(folder, fields, told):
+def test_invalid_config_raises_an_error(folder, fields, message):
     change_config(folder, **fields)
-    assert told in refusal(folder)
+    assert message in load_error(folder)
 
 
 @pytest.mark.parametrize(
-    "modules, pooling, told",
+    "modules, pooling, message",
     [
         (
             [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": 1}],
@@ -149,26 +149,26 @@ def test_a_config_that_does_not_fit(folder, fields, told):
         ({"modules": []}, {}, "a list of modules"),
     ],
 )
-def test_modules_that_are_none_of_sentence_transformers(folder, modules, pooling, told):
+def test_invalid_sentence_transformers_modules_raise_an_error(folder, modules, pooling, message):
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "x").mkdir()
     (folder / "x" / "config.json").write_text(json.dumps(pooling))
-    assert told in refusal(folder)
+    assert message in load_error(folder)
 
 
-def test_a_config_that_is_no_object(folder):
+def test_config_must_be_a_json_object(folder):
     (folder / "config.json").write_text("[]")
-    assert "must contain a JSON object" in refusal(folder)
+    assert "must contain a JSON object" in load_error(folder)
 
 
-def test_tensors_that_lack_or_are_too_many(folder):
+def test_missing_and_unexpected_tensors_are_named(folder):
     change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
     change_tensors(folder, lambda tensors: tensors.update(other=np.zeros(3, "float32")))
-    text = refusal(folder)
+    text = load_error(folder)
     assert "missing model.norm.weight; unexpected other" in text
 
 
-def test_values_that_are_not_finite(folder):
+def test_values_that_are_not_finite_raise_an_error(folder):
     def spoil(tensors):
         tensors["model.norm.weight"][3] = np.nan
 
@@ -177,37 +177,43 @@ def test_values_that_are_not_finite(folder):
         from_pretrained(folder)
 
 
-def test_arguments_that_need_other_weights(folder):
+def test_arguments_that_need_missing_weights_raise_an_error(folder):
     with pytest.raises(InputError, match="missing lm_head.bias"):
         from_pretrained(folder, head_bias=True)
 
 
-@pytest.mark.parametrize("pad_id, found", [(None, None), (0, 0), (3, None), (2, None), (-1, None)])
-def test_padding_that_has_another_meaning_is_none(folder, pad_id, found):
-    """Many published models pad with their end token, which their texts have, too."""
+@pytest.mark.parametrize(
+    "pad_id, expected", [(None, None), (0, 0), (3, None), (2, None), (-1, None)]
+)
+def test_padding_id_with_another_meaning_is_ignored(folder, pad_id, expected):
+    """Many published models pad with their end token, which also occurs in texts."""
     change_config(folder, pad_token_id=pad_id, bos_token_id=2, eos_token_id=3)
-    assert from_pretrained(folder).pad_id == found
+    assert from_pretrained(folder).pad_id == expected
 
 
-def test_the_window_of_the_first_mistral(folder):
-    for given, window in (({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)):
-        change_config(folder, **{"model_type": "mistral", "sliding_window": KeyError, **given})
+def test_mistral_without_a_window_field_has_the_default_window(folder):
+    for fields, window in (
+        ({}, 4096),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 7}, 7),
+    ):
+        change_config(folder, **{"model_type": "mistral", "sliding_window": KeyError, **fields})
         assert from_pretrained(folder).arguments["window"] == window
 
 
-def test_an_index_that_does_not_fit(folder):
+def test_invalid_index_raises_an_error(folder):
     index = {"weight_map": {"model.norm.weight": "model.safetensors", "x": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "lacks x (1 missing tensors), which model.safetensors.index.json lists." in refusal(
+    assert "lacks x (1 missing tensors), which model.safetensors.index.json lists." in load_error(
         folder / ""
     )
     index = {"weight_map": {"x": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "`weight_map` must contain file names" in refusal(folder)
+    assert "`weight_map` must contain file names" in load_error(folder)
 
 
 @pytest.mark.parametrize(
-    "family, options, told",
+    "family, options, message",
     [
         ("mamba", {}, "`family` must be one of .*, got 'mamba'"),
         ("bert", {}, "is a CausalLM, but the family 'bert' needs a MaskedLM"),
@@ -241,18 +247,20 @@ def test_an_index_that_does_not_fit(folder):
         ("gpt2", {**GPT_2, "window": 8}, "`window=8`, but the family needs `window=None`"),
     ],
 )
-def test_a_network_that_is_none_of_the_family(tmp_path, family, options, told):
+def test_saving_a_causal_lm_as_another_family_raises_an_error(tmp_path, family, options, message):
     network = CausalLM(20, **{**LLAMA, **options})
     network.build()
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         save_pretrained(network, tmp_path / "new", family)
     assert not (tmp_path / "new").exists()
 
 
-def test_what_could_not_be_written_whole_is_not_there(tmp_path, monkeypatch):
+def test_failed_save_leaves_no_files(tmp_path, monkeypatch):
     network = CausalLM(20, **LLAMA)
     network.build()
-    monkeypatch.setattr("json.dumps", lambda *_, **__: "\ud800")  # is no UTF-8
+    monkeypatch.setattr(
+        "json.dumps", lambda *_, **__: "\ud800"
+    )  # A lone surrogate is not valid UTF-8.
     with pytest.raises(ValueError):
         save_pretrained(network, tmp_path / "new", "llama")
     assert not list(tmp_path.iterdir())
@@ -263,14 +271,14 @@ BERT = {"hidden_size": 16, "num_heads": 4, "num_layers": 1, "ffn_hidden_size": 2
 
 @pytest.fixture
 def bert(tmp_path):
-    """A good folder of a BERT."""
-    return saved(MaskedLM(20, **BERT, next_sentence=True), tmp_path, "bert")
+    """Valid folder of a BERT."""
+    return save_network(MaskedLM(20, **BERT, next_sentence=True), tmp_path, "bert")
 
 
-def test_files_of_the_first_bert(bert):
-    """Its norms have older names, and what it is without next sentences is spare in them."""
+def test_files_of_the_first_bert_are_loaded(bert):
+    """The norms have older names. Without next sentences, some tensors are unused."""
 
-    def as_older(tensors):
+    def use_older_names(tensors):
         for name in [name for name in tensors if "LayerNorm" in name]:
             older = name.replace("weight", "gamma").replace("bias", "beta")
             tensors[older] = tensors.pop(name)
@@ -278,16 +286,16 @@ def test_files_of_the_first_bert(bert):
         tensors["cls.predictions.decoder.weight"] = table.copy()
 
     expected = from_pretrained(bert)
-    change_tensors(bert, as_older)
+    change_tensors(bert, use_older_names)
     change_config(bert, architectures=["BertForMaskedLM"])
     assert not from_pretrained(bert).arguments["next_sentence"]
-    again = from_pretrained(bert, next_sentence=True)
-    for own, other in zip(expected.weights, again.weights, strict=True):
-        np.testing.assert_array_equal(own.numpy(), other.numpy())
+    loaded = from_pretrained(bert, next_sentence=True)
+    for weight, loaded_weight in zip(expected.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), loaded_weight.numpy())
 
 
 @pytest.mark.parametrize(
-    "fields, told",
+    "fields, message",
     [
         ({"is_decoder": True}, "`is_decoder=true` is not supported for BertForMaskedLM"),
         ({"position_embedding_type": "relative_key"}, "is not supported"),
@@ -296,20 +304,20 @@ def test_files_of_the_first_bert(bert):
         ({"model_type": "roberta"}, '`hidden_act="gelu_new"` is not supported for Roberta'),
     ],
 )
-def test_a_config_of_bert_that_does_not_fit(bert, fields, told):
+def test_invalid_bert_config_raises_an_error(bert, fields, message):
     change_config(bert, hidden_act="gelu_new")
     change_config(bert, **fields)
-    assert told in refusal(bert)
+    assert message in load_error(bert)
 
 
 @pytest.mark.parametrize("pad_id", [None, KeyError])
-def test_positions_of_roberta_need_its_padding(bert, pad_id):
+def test_roberta_positions_need_a_padding_id(bert, pad_id):
     change_config(bert, model_type="roberta", pad_token_id=pad_id)
-    assert "pad_token_id" in refusal(bert)
+    assert "pad_token_id" in load_error(bert)
 
 
 @pytest.mark.parametrize(
-    "family, options, told",
+    "family, options, message",
     [
         ("llama", {}, "is a MaskedLM, but the family 'llama' needs a CausalLM"),
         (
@@ -321,10 +329,10 @@ def test_positions_of_roberta_need_its_padding(bert, pad_id):
         ("roberta", {"position_offset": 1, "hidden_act": "relu"}, "hidden_act='relu'"),
     ],
 )
-def test_a_masked_network_that_is_none_of_the_family(tmp_path, family, options, told):
+def test_saving_a_masked_lm_as_another_family_raises_an_error(tmp_path, family, options, message):
     network = MaskedLM(20, **{**BERT, **options})
     network.build()
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         save_pretrained(network, tmp_path / "new", family)
 
 
@@ -335,44 +343,44 @@ BART = {**SIZES, **FROZEN, "position_offset": 2, "embedding_norm": True, "pad_id
 
 @pytest.fixture
 def bart(tmp_path):
-    """A good folder of a BART."""
-    return saved(EncoderDecoderLM(20, **BART), tmp_path, "bart")
+    """Valid folder of a BART."""
+    return save_network(EncoderDecoderLM(20, **BART), tmp_path, "bart")
 
 
-def test_special_tokens_may_be_the_same(bart):
-    """The start is the end of BART's, and the padding of Marian's."""
+def test_special_tokens_may_be_equal(bart):
+    """BART starts with its end token and Marian with its padding."""
     network = from_pretrained(bart)
     assert (network.pad_id, network.start_id, network.end_id) == (1, 2, 2)
     change_config(bart, pad_token_id=2)
     assert from_pretrained(bart).pad_id == 2
 
 
-def test_a_file_of_a_model_without_a_head(bart):
-    """Its names have no prefix, and there is no bias of the head."""
+def test_bart_file_without_a_head_is_loaded(bart):
+    """The names have no prefix, and the head bias is missing."""
 
-    def as_model(tensors):
+    def remove_head(tensors):
         tensors.pop("final_logits_bias")
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    change_tensors(bart, as_model)
+    change_tensors(bart, remove_head)
     network = from_pretrained(bart)
     assert not network.arguments["head_bias"]
     save_pretrained(network, bart.parent / "new", "bart")
     assert "model.shared.weight" in load_file(bart.parent / "new" / "model.safetensors")
 
 
-def test_tables_that_are_stored_once_more(bart):
-    def store(tensors):
+def test_copies_of_the_shared_table_are_accepted(bart):
+    def copy_table(tensors):
         for name in ("lm_head", "model.encoder.embed_tokens", "model.decoder.embed_tokens"):
             tensors[f"{name}.weight"] = tensors["model.shared.weight"].copy()
 
-    change_tensors(bart, store)
+    change_tensors(bart, copy_table)
     from_pretrained(bart)
 
 
 @pytest.mark.parametrize(
-    "fields, told",
+    "fields, message",
     [
         ({"normalize_before": True}, "`normalize_before=true` is not supported for Bart"),
         ({"normalize_embedding": False}, "`normalize_embedding=false` is not supported"),
@@ -397,13 +405,13 @@ def test_tables_that_are_stored_once_more(bart):
         ({"model_type": "marian"}, "`normalize_embedding=true` is not supported for MarianMTModel"),
     ],
 )
-def test_a_config_of_bart_that_does_not_fit(bart, fields, told):
+def test_invalid_bart_config_raises_an_error(bart, fields, message):
     change_config(bart, **fields)
-    assert told in refusal(bart)
+    assert message in load_error(bart)
 
 
 @pytest.mark.parametrize(
-    "family, options, told",
+    "family, options, message",
     [
         (
             "marian",
@@ -423,10 +431,12 @@ def test_a_config_of_bart_that_does_not_fit(bart, fields, told):
         ("llama", {}, "is a EncoderDecoderLM, but the family 'llama'"),
     ],
 )
-def test_an_encoder_decoder_that_is_none_of_the_family(tmp_path, family, options, told):
+def test_saving_an_encoder_decoder_as_another_family_raises_an_error(
+    tmp_path, family, options, message
+):
     network = EncoderDecoderLM(20, **{**BART, **options})
     network.build()
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         save_pretrained(network, tmp_path / "new", family)
 
 
@@ -444,12 +454,12 @@ T5 = {
 
 @pytest.fixture
 def t5(tmp_path):
-    """A good folder of a T5."""
-    return saved(EncoderDecoderLM(20, **T5), tmp_path, "t5")
+    """Valid folder of a T5."""
+    return save_network(EncoderDecoderLM(20, **T5), tmp_path, "t5")
 
 
-def test_a_head_of_its_own_of_t5(t5):
-    """Newer configs of version 1.1 say that it is tied, and that nothing is scaled."""
+def test_untied_head_of_t5_is_detected(t5):
+    """Newer configs of T5 1.1 claim a tied head, but their outputs are not scaled."""
     assert from_pretrained(t5).arguments["tied_head"]
     change_tensors(t5, lambda tensors: tensors.update({"lm_head.weight": tensors["shared.weight"]}))
     assert from_pretrained(t5).arguments["tied_head"]
@@ -461,7 +471,7 @@ def test_a_head_of_its_own_of_t5(t5):
 
 
 @pytest.mark.parametrize(
-    "fields, told",
+    "fields, message",
     [
         ({"feed_forward_proj": "twice-relu"}, "got 'twice-relu'"),
         (
@@ -476,13 +486,13 @@ def test_a_head_of_its_own_of_t5(t5):
         ({"num_decoder_layers": 2}, "missing decoder.block.1.layer.0.SelfAttention.q.weight"),
     ],
 )
-def test_a_config_of_t5_that_does_not_fit(t5, fields, told):
+def test_invalid_t5_config_raises_an_error(t5, fields, message):
     change_config(t5, **fields)
-    assert told in refusal(t5)
+    assert message in load_error(t5)
 
 
 @pytest.mark.parametrize(
-    "family, options, told",
+    "family, options, message",
     [
         ("bart", {}, "`positions='relative'`, but the family needs `positions='learned'`"),
         ("t5", {"query_scale": None}, "`query_scale=None`, but the family needs `query_scale=1.0`"),
@@ -491,14 +501,14 @@ def test_a_config_of_t5_that_does_not_fit(t5, fields, told):
         ("t5", {"gated": True}, "A gated `hidden_act='gelu'` has no name"),
     ],
 )
-def test_an_encoder_decoder_that_is_no_t5(tmp_path, family, options, told):
+def test_saving_another_encoder_decoder_as_t5_raises_an_error(tmp_path, family, options, message):
     network = EncoderDecoderLM(20, **{**T5, **options})
     network.build()
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         save_pretrained(network, tmp_path / "new", family)
 
 
-def test_nothing_is_overwritten(folder):
+def test_existing_folder_is_not_overwritten(folder):
     before = (folder / "model.safetensors").read_bytes()
     network = from_pretrained(folder)
     network.weights[0].assign_add(np.ones(network.weights[0].shape))

@@ -258,7 +258,7 @@ def test_simulator_reports_a_deadlock():
     second_stage = all_instructions[1]
     # Forget the first send of the second stage.
     del second_stage[[instruction.kind for instruction in second_stage].index(SEND_GRADIENTS)]
-    with pytest.raises(ValueError, match="stage 0 waits for the input of B0"):
+    with pytest.raises(ValueError, match="Stage 0 waits for the input of B0"):
         simulate(all_instructions, placement)
 
 
@@ -267,7 +267,7 @@ def test_simulator_reports_a_local_chunk_that_runs_too_early():
     all_instructions[1].sort(
         key=lambda instruction: instruction.chunk != 2
     )  # chunk 2 needs chunk 1, both on stage 1
-    with pytest.raises(ValueError, match="stage 1 waits for the input of F0.2"):
+    with pytest.raises(ValueError, match="Stage 1 waits for the input of F0.2"):
         simulate(all_instructions, placement)
 
 
@@ -289,7 +289,7 @@ def test_placement_of_chunks_on_stages():
 
 
 def test_every_stage_needs_a_chunk():
-    with pytest.raises(ValueError, match="each stage from 0 on needs a model chunk"):
+    with pytest.raises(ValueError, match="Each stage from 0 on needs a model chunk"):
         Placement((0, 2))
 
 
