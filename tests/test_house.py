@@ -118,11 +118,11 @@ MAY_IMPORT_HOROVOD = (
 )
 MAY_SET_GLOBALS = ("parallel/config/config.py", "parallel/runtime/job.py")
 OTHER_FOLDERS = ("benchmarks", "examples", "harness")
-MAX_LINES = 350
+MAX_LINES = 380
 """Lines of code of a file, without docstrings, comments and blank lines."""
 MAX_MEDIAN_LINES = 90
 # Maximum number of code tokens in the package, without docstrings and comments.
-TOKEN_BUDGET = 316_000
+TOKEN_BUDGET = 316_500
 
 
 # Imports.

@@ -15,6 +15,11 @@ from dtransformer.layers.base import register
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.schedules.timeline import Timeline
+from dtransformer.reports.communication import CommunicationReport
+from dtransformer.reports.expert_load import ExpertLoad
+from dtransformer.reports.memory import MemoryReport
+from dtransformer.reports.plan import WeightPlan
 from dtransformer.trainers import compile_checks
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpoint.reader import Restored
@@ -199,24 +204,24 @@ class Trainer(keras.Model):
 
     def fit(
         self,
-        x=None,
-        y=None,
-        batch_size=None,
-        epochs=1,
-        verbose="auto",
-        callbacks=None,
-        validation_split=0.0,
-        validation_data=None,
-        shuffle=True,
-        class_weight=None,
-        sample_weight=None,
-        initial_epoch=0,
-        steps_per_epoch=None,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: int | str = "auto",
+        callbacks: list | None = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
         *,
-        resume=False,
-        shard=None,
+        resume: bool | str | os.PathLike = False,
+        shard: bool | None = None,
         **options,
-    ):
+    ) -> keras.callbacks.History:
         """Train the network; as `keras.Model.fit`.
 
         Args:
@@ -275,17 +280,17 @@ class Trainer(keras.Model):
 
     def evaluate(
         self,
-        x=None,
-        y=None,
-        batch_size=None,
-        verbose="auto",
-        sample_weight=None,
-        steps=None,
-        callbacks=None,
-        return_dict=False,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: list | None = None,
+        return_dict: bool = False,
         *,
-        shard=None,
-    ):
+        shard: bool | None = None,
+    ) -> float | list | dict:
         """Compute the loss and metrics; as `keras.Model.evaluate`. `shard` is as in `fit`."""
         with job.doing("validating"), convert_step_errors():
             data = prepare_data(x, shard, self.network)
@@ -297,7 +302,13 @@ class Trainer(keras.Model):
             return logs if return_dict else self._as_list(logs)
 
     def predict(
-        self, x, batch_size=None, verbose="auto", steps=None, callbacks=None, shard=None
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        steps: int | None = None,
+        callbacks: list | None = None,
+        shard: bool | None = None,
     ) -> Any:
         """Compute the network's outputs; as `keras.Model.predict`.
 
@@ -315,18 +326,24 @@ class Trainer(keras.Model):
             verbose = chief_verbosity(verbose)
             return super().predict(data.data, batch_size, verbose, steps, callbacks)
 
-    def make_train_function(self, force=False):
+    def make_train_function(self, force: bool = False) -> None:
         """Trace the training step again in its next call if `force` is true; as in Keras."""
         if force and self._program.runner is not None:
             self._program.runner.recompile()
 
-    def make_predict_function(self, force=False):
+    def make_predict_function(self, force: bool = False) -> Callable:
         """Return the function that `predict` and `predict_on_batch` have set."""
         return self.predict_function
 
     def train_on_batch(
-        self, x, y=None, sample_weight=None, class_weight=None, return_dict=False, shard=None
-    ):
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict | None = None,
+        return_dict: bool = False,
+        shard: bool | None = None,
+    ) -> float | list | dict:
         """Train on one batch; as `keras.Model.train_on_batch`. `shard` is as in `fit`."""
         with job.doing("compiling"), convert_step_errors():
             runner = self._build_steps("train_on_batch", (x,))
@@ -343,7 +360,14 @@ class Trainer(keras.Model):
             logs = runner.train(batch, RowSharding.of_data(x, shard))
             return logs if return_dict else self._as_list(logs)
 
-    def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
+    def test_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+        shard: bool | None = None,
+    ) -> float | list | dict:
         """Evaluate one batch; as `keras.Model.test_on_batch`. `shard` is as in `fit`."""
         with job.doing("validating"), convert_step_errors():
             runner = self._build_steps("test_on_batch", (x,))
@@ -352,7 +376,7 @@ class Trainer(keras.Model):
             logs = runner.test(batch, RowSharding.of_data(x, shard), runner.new_evaluation(1))
             return logs if return_dict else self._as_list(logs)
 
-    def predict_on_batch(self, x, shard=None):
+    def predict_on_batch(self, x: Any, shard: bool | None = None) -> Any:
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`. `shard` is as in `fit`."""
         with job.doing("validating"), convert_step_errors():
             sharding = RowSharding.of_data(x, shard)
@@ -481,7 +505,14 @@ class Trainer(keras.Model):
         """
         self._checkpoints.wait()
 
-    def restore(self, path, *, strict=True, weights_only=False, check=None) -> Restored:
+    def restore(
+        self,
+        path: str | os.PathLike,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        check: Callable | None = None,
+    ) -> Restored:
         """Restore a checkpoint that any layout has saved; all ranks call.
 
         Each rank reads only its shards. All files are verified first, so that a damaged or
@@ -515,7 +546,14 @@ class Trainer(keras.Model):
             self._program.runner.recompile()  # Steps were traced with the previous seed.
         return restored
 
-    def save_weights(self, filepath, overwrite=True, *, before=None, **kwargs) -> None:
+    def save_weights(
+        self,
+        filepath: str | os.PathLike,
+        overwrite: bool = True,
+        *,
+        before: Callable | None = None,
+        **kwargs,
+    ) -> None:
         """Save the network's full weights from rank 0; as `keras.Model.save_weights`.
 
         All ranks call. The network alone can also load the file, on every layout. The file is
@@ -563,8 +601,13 @@ class Trainer(keras.Model):
         return self.network.count_params()
 
     def export(
-        self, filepath, format="tf_saved_model", verbose=None, input_signature=None, **kwargs
-    ):
+        self,
+        filepath: str | os.PathLike,
+        format: str = "tf_saved_model",
+        verbose: bool | None = None,
+        input_signature: list | None = None,
+        **kwargs,
+    ) -> None:
         """Export the network for serving, from any layout; as `keras.Model.export`.
 
         All ranks call, rank 0 writes the full network.
@@ -581,16 +624,16 @@ class Trainer(keras.Model):
         return {"network": keras.saving.serialize_keras_object(self.network)}
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict) -> "Trainer":
         return cls(keras.saving.deserialize_keras_object(config["network"]))
 
     # Reports.
 
-    def summary(self, **kwargs):
+    def summary(self, **kwargs) -> None:
         """Print the network and the parameters per device; as `keras.Model.summary`."""
         self._reports.summary(**kwargs)
 
-    def plan(self):
+    def plan(self) -> WeightPlan:
         """Return a `dtransformer.reports.plan.WeightPlan`: the sharding of every weight.
 
         In a pipeline it covers the weights of this rank's stage and, after the first batch, lists
@@ -611,7 +654,7 @@ class Trainer(keras.Model):
         """
         return self._reports.plan()
 
-    def communication_report(self):
+    def communication_report(self) -> CommunicationReport:
         """Return a `dtransformer.reports.communication.CommunicationReport` of the training step.
 
         It lists the collectives of the mesh as DTensor lowered them, those of data-parallel ranks
@@ -623,7 +666,7 @@ class Trainer(keras.Model):
         """
         return self._reports.communication_report()
 
-    def memory_report(self, inputs=None):
+    def memory_report(self, inputs: Any = None) -> MemoryReport:
         """Return a `dtransformer.reports.memory.MemoryReport` of this rank, in bytes.
 
         Args:
@@ -647,7 +690,7 @@ class Trainer(keras.Model):
         """
         return self._reports.memory_report(inputs)
 
-    def expert_load(self):
+    def expert_load(self) -> ExpertLoad:
         """Return a `dtransformer.reports.expert_load.ExpertLoad` of the last epoch's steps.
 
         It covers all ranks, micro-batches and stages. Its `write("load.png")` draws it.
@@ -657,7 +700,7 @@ class Trainer(keras.Model):
         """
         return self._reports.expert_load()
 
-    def timeline(self, path=None):
+    def timeline(self, path: str | os.PathLike | None = None) -> Timeline:
         """Return a `dtransformer.parallel.schedules.timeline.Timeline` of the last training step.
 
         All ranks call. Clocks of different hosts are not adjusted. On GPUs the first call enables

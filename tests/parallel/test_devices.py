@@ -110,7 +110,7 @@ def test_gpus_are_split_into_logical_gpus(
 
 def test_rejects_more_ranks_than_gpus(fake_gpus):
     fake_gpus(2)
-    with pytest.raises(RuntimeError, match="has 2 GPUs and 4 ranks of 1.*LOGICAL_GPUS"):
+    with pytest.raises(RuntimeError, match="has 2 GPUs, but 4 ranks with 1 each.*LOGICAL_GPUS"):
         devices.take_devices(2, 4, 1, is_pipeline=False)
 
 
@@ -132,7 +132,7 @@ def test_rejects_a_layout_that_moves_a_gpu(fake_gpus):
 def test_rejects_invalid_numbers_of_logical_gpus(fake_gpus, monkeypatch, value):
     monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", value)
     fake_gpus(1)
-    with pytest.raises(ValueError, match="LOGICAL_GPUS must be a positive integer"):
+    with pytest.raises(ValueError, match="LOGICAL_GPUS` must be a positive integer"):
         devices.take_devices(0, 1, 1, is_pipeline=False)
 
 
@@ -204,7 +204,7 @@ def test_all_devices_divides_gpus_among_ranks(
 ):
     monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", str(logical))
     fake_gpus(gpus)
-    assert devices.all_devices(ranks) == expected
+    assert devices.devices_per_rank(ranks) == expected
 
 
 def test_compiled_kernels_are_cached_on_each_host(monkeypatch, tmp_path):

@@ -51,7 +51,7 @@ def test_rejects_a_length_that_shards_do_not_divide_before_a_step():
     start(model_parallel=1, context_parallel=2)
     model = CausalLM(30, hidden_size=16, num_heads=2, num_layers=1)
     ids = np.ones((2, 15), "int32")
-    words = ["context_parallel=2", "15", "pad", "16"]
+    words = ["context_parallel=2", "15", "Pad", "16"]
     raises(ValueError, words, lambda: trainer_of(model).train_on_batch(ids, ids))
 
 

@@ -35,7 +35,7 @@ def test_each_device_stores_only_its_shards():
     assert plan.bytes_per_device == sharded_bytes / 4 + replicated_bytes
     table = next(row for row in plan.rows if row.path.endswith("source_embedding/table"))
     assert table.shape == (64, HIDDEN) and table.sharded_over == ("model", None)
-    assert f"{plan.bytes_per_device:,} in all" in str(plan)
+    assert f"{plan.bytes_per_device:,} bytes" in str(plan)
 
 
 @on_mesh

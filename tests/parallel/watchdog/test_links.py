@@ -115,7 +115,9 @@ def test_stall_ends_the_job_on_every_rank(job):
     job.doing[2].now = Activity("callbacks", 4, seconds=100)
     messages = job.last_words(3)
     for message in messages.values():
-        assert "rank 2 on host two: blocked the job" in message and "callbacks after step 4" in message
+        assert (
+            "rank 2 on host two: blocked the job" in message and "callbacks after step 4" in message
+        )
 
 
 def test_failed_rank_reports_its_error_itself(job):

@@ -33,7 +33,13 @@ def test_flat_partition(level):
     partition = plan(optimizer_shard=level, parallel_optimizer_exclude=("^head/",))
     assert [parameter.num_shards for parameter in partition.parameters] == [4, 1, 4, 1, 1]
     reasons = [parameter.why_replicated for parameter in partition.parameters]
-    assert reasons == ["", "less than 64 KB", "", "its constraint needs the full weight", "excluded"]
+    assert reasons == [
+        "",
+        "less than 64 KB",
+        "",
+        "its constraint needs the full weight",
+        "excluded",
+    ]
     elements = [12_800, 100, 8_409, 262_144, 64_000]  # 333 · 101 / 4 = 8408.25
     for index in range(4):
         assert [parameter.updated_elements(index) for parameter in partition.parameters] == elements
