@@ -1,4 +1,4 @@
-"""What the docs site has to know of the docstrings' dialect: see CONTRIBUTING.md.
+"""Griffe extension that reads the sections of our docstrings, see CONTRIBUTING.md.
 
 mkdocstrings reads Google's sections. The others are turned into Markdown here: Keras' "Call
 arguments", "Input shape" and "Output shape", references, examples that are not indented, and
@@ -58,7 +58,7 @@ def _take(lines, belongs):
 
 
 def _as_list(name, lines):
-    """Return what "Call arguments" says of each as a list's items."""
+    """Return the lines of a section. "Call arguments" become items of a list."""
     lines = [line for line in lines if line.strip()]
     if name != "Call arguments":
         return lines
@@ -67,6 +67,6 @@ def _as_list(name, lines):
 
 
 def _with_code(lines):
-    """Return lines in which shapes are code."""
+    """Return lines with shapes formatted as code."""
     as_code = lambda match: match[1] or f"`{match[2]}`"
     return [_SHAPE.sub(as_code, line) for line in lines]
