@@ -62,6 +62,15 @@ def without_autocast() -> contextlib.AbstractContextManager:
     return AutocastScope(None)
 
 
+def autocast_scope(layer: keras.layers.Layer) -> contextlib.AbstractContextManager:
+    """Return a context manager that reads variables in the dtype that a layer reads them in.
+
+    Unnecessary if the scope that `keras.layers.Layer.__call__` opens were public.
+    """
+    casts = layer.autocast and tf.as_dtype(layer.compute_dtype).is_floating
+    return AutocastScope(layer.compute_dtype if casts else None)
+
+
 def variable_key(variable: tf.Variable) -> str:
     """Return the key that Keras' optimizers use for a `tf.Variable`.
 

@@ -357,3 +357,22 @@ def forget_dtensor_device() -> None:
     Unnecessary if `shutdown_accelerator_system` did this.
     """
     api._reset()
+
+
+def captured(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor in the current function's graph, also for resources and eager tensors.
+
+    Unnecessary if `tf.identity` kept the resource of a handle.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return graph.capture(tensor) if isinstance(graph, FuncGraph) else tensor
+
+
+def add_functions_of(source: tf.Graph) -> None:
+    """Make the functions that another graph calls known to the current graph, and keep them.
+
+    Unnecessary if `tf.graph_util.import_graph_def` kept the functions of a graph's library.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    for function in source._functions.values():
+        graph._add_function_recursive(function)
