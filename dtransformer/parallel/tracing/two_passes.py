@@ -88,8 +88,7 @@ class TwoPasses:
             A `(results, saved)` tuple: the function's results in one list, and the tensors to pass
             to `backward`.
         """
-        captured = list(map(_compat.captured, self._captured))
-        arguments = [*inputs, *constants, *weights, *captured]
+        arguments = [*inputs, *constants, *weights, *self._captured]
         outputs = self._forward_graph.copy(arguments, "forward")
         return outputs[: self._num_returned], outputs[self._num_returned :]
 
@@ -180,7 +179,7 @@ class _Graph:
         Returns:
             The list of results.
         """
-        tensors = dict(zip(self.arguments, arguments, strict=True))
+        tensors = dict(zip(self.arguments, map(_compat.captured, arguments), strict=True))
         read = {name for node in self.definition.node for name in map(_tensor_name, node.input)}
         computed = [name for name in self.results if name not in tensors]
         _compat.add_functions_of(self.source)
