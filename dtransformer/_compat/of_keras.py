@@ -378,7 +378,11 @@ class ShuffleOrder:
         adapter = array_data_adapter.ArrayDataAdapter(x, y, sample_weight, *options)
         with meanwhile(tf.random, shuffle=self._shuffled):  # Only Keras' code runs in here.
             dataset = adapter.get_tf_dataset()
-        adapter.get_tf_dataset = lambda: dataset
+
+        def get_tf_dataset():
+            return dataset
+
+        adapter.get_tf_dataset = get_tf_dataset
         return adapter
 
     def _shuffled(self, indices):

@@ -32,7 +32,11 @@ def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
     all. `assert_cardinality` fails for an epoch that resumes in the middle. Unnecessary if Keras
     took the number of steps from each epoch.
     """
-    dataset.cardinality = lambda: tf.constant(number, tf.int64)
+
+    def cardinality():
+        return tf.constant(number, tf.int64)
+
+    dataset.cardinality = cardinality
     return dataset
 
 
@@ -282,7 +286,11 @@ def _patched_captures(function):
     `function` receives the original capture method and its arguments.
     """
     capture = FuncGraph.capture
-    FuncGraph.capture = lambda *args, **kwargs: function(capture, *args, **kwargs)
+
+    def patched(*args, **kwargs):
+        return function(capture, *args, **kwargs)
+
+    FuncGraph.capture = patched
     try:
         yield
     finally:

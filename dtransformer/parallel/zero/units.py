@@ -19,6 +19,7 @@ Reference:
     - [Zhao et al., 2023, §3.3](https://arxiv.org/abs/2304.11277), for prefetching
 """
 
+import itertools
 from collections.abc import Callable
 
 import keras
@@ -251,11 +252,11 @@ class _TracedFunction:
     def publish(self, results, add_loss):
         """Add losses, report metrics and assign states. Return the function's result."""
         result, *results = results
-        losses, results = results[: self.num_losses], results[self.num_losses :]
+        remaining = iter(results)
+        losses = list(itertools.islice(remaining, self.num_losses))
         if add_loss is not None:
             add_loss(losses)
-        num_metrics = len(self._metric_names)
-        report_all(dict(zip(self._metric_names, results[:num_metrics])))
-        for variable, value in zip(self._states, results[num_metrics:]):
-            variable.assign(value)
+        report_all({name: next(remaining) for name in self._metric_names})
+        for variable in self._states:
+            variable.assign(next(remaining))
         return result
