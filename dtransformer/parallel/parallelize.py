@@ -22,7 +22,8 @@ from dtransformer.parallel.ops.split_backward import is_splitting_backward
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatched
 from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_stage
 from dtransformer.parallel.recompute.recompute import recomputed, sum_gradients_first
-from dtransformer.parallel.zero.units import UnitWeights, is_unit, run_unit, start_unit
+from dtransformer.parallel.zero import units
+from dtransformer.parallel.zero.units import is_unit, start_unit
 
 # Wrap a layer's `build`, and its `call` after Keras has built, cast and masked.
 build_method = built_on_its_stage
@@ -45,18 +46,7 @@ def run_block(
         The result of `function(*inputs, *masks)`.
     """
     if training and is_unit(block.variables):
-
-        def compute_unit(*block_inputs):
-            return function(*block_inputs, *masks)
-
-        return run_unit(
-            compute_unit,
-            inputs,
-            UnitWeights.of_layer(block),
-            recompute=block.recomputes,
-            gathers_after_recompute=block.recompute_config.parallel_optimizer_comm_recompute,
-            add_loss=block.add_loss,
-        )
+        return units.run_block(block, function, inputs, masks, block.recompute_config)
     start_unit(inputs[0], block.variables)
 
     def compute(*tensors):

@@ -22,7 +22,7 @@ from dtransformer.parallel.mesh.axis_rules import (
 from dtransformer.parallel.ops.custom_gradient import after, custom_gradient, seed_after
 from dtransformer.parallel.ops.split_backward import not_splitting_backward
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
+from dtransformer.parallel.tracing.auxiliary_metrics import report_all
 from dtransformer.parallel.tracing.dropout_seed import (
     current_dropout_seed,
     dropout_seed,
@@ -30,7 +30,7 @@ from dtransformer.parallel.tracing.dropout_seed import (
     use_random_ids,
 )
 from dtransformer.parallel.tracing.scoped import Scoped
-from dtransformer.parallel.tracing.state_scope import StateScope
+from dtransformer.parallel.tracing.state_scope import SideEffects, StateScope
 from dtransformer.parallel.zero.gather import full_trained_value
 
 _saved_sums = Scoped("saved_sums")
@@ -77,15 +77,10 @@ def recomputed(
     random_ids = replaced_random_ids()
     is_training_step = trace.is_training_step()
     num_inputs = len(inputs)
-    metric_names = []
-    states = []
+    effects = SideEffects()
 
     def run(args, seed, sums, is_recomputing=False):
-        """Compute the function.
-
-        Returns a list of the result and the added losses. The first time, the values of auxiliary
-        metrics and the new values of states follow.
-        """
+        """Compute the function. See `SideEffects.trace` for the results."""
         scope = StateScope(zip(weights, args[num_inputs:]), collect_losses=True)
         saved_sums = _saved_sums.get()
         if not config.mp_comm_recompute and trace.is_on_mesh():
@@ -95,16 +90,11 @@ def recomputed(
             use_random_ids(random_ids),
             not_splitting_backward(),
             trace.training_step(is_training_step),
-            scope,
             _saved_sums.set(saved_sums),
-            collecting(is_collecting() and not is_recomputing) as metrics,
         ):
-            results = [function(*args[:num_inputs]), *scope.losses]
-            if is_recomputing:
-                return results
-            metric_names[:] = metrics
-            states[:] = scope.states.values()
-            return [*results, *metrics.values(), *map(scope.get_current_value, states)]
+            return effects.trace(
+                lambda: function(*args[:num_inputs]), scope, collects=not is_recomputing
+            )
 
     @custom_gradient
     def forward(*args):
@@ -112,14 +102,14 @@ def recomputed(
         # second one unshards the saved inputs.
         args = [*map(unshard, args[:num_inputs]), *args[num_inputs:]]
         sums = []
-        results = run(args, seed, sums)
+        results, others = run(args, seed, sums)
         saved_inputs = [shard(x) for x in args[:num_inputs]]
 
         def gradient(dy, *other_gradients):
             recomputed_args = [after(unshard(x), dy) for x in saved_inputs] + args[num_inputs:]
             with tf.GradientTape() as tape:
                 tape.watch(recomputed_args)
-                results = run(
+                results, _ = run(
                     recomputed_args, seed_after(seed, dy), list(sums), is_recomputing=True
                 )
             upstream = [dy, *other_gradients][: len(results)]
@@ -128,16 +118,14 @@ def recomputed(
             )
             return [*map(unshard, gradients[:num_inputs]), *gradients[num_inputs:]]
 
-        return results, gradient
+        return [*results, *others], gradient
 
-    result, *extra_results = forward(*inputs, *values)
-    num_losses = len(extra_results) - len(metric_names) - len(states)
-    if add_loss is not None:
-        add_loss(extra_results[:num_losses])
-    report_all(dict(zip(metric_names, extra_results[num_losses:])))
-    for variable, value in zip(states, extra_results[num_losses + len(metric_names) :]):
-        variable.assign(value)
-    return result
+    def report(losses, metrics):
+        if add_loss is not None:
+            add_loss(losses)
+        report_all(metrics)
+
+    return effects.publish(forward(*inputs, *values), report)
 
 
 def keep_for_recompute(compute: Callable[[], tf.Tensor]) -> tf.Tensor:

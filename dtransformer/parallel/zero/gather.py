@@ -60,6 +60,7 @@ class Unsharding:
         previous_input: Tensor. Input of the unit before, or `None`.
         output_gradients: Dict from units to the gradient of the unit's output.
         scattered_gradients: Dict from units to the list of the weights' reduced gradients.
+        units: Dict of traced units, see `units.run_block`.
     """
 
     def __init__(self, name: str, keeps: bool = False):
@@ -70,6 +71,7 @@ class Unsharding:
         self.previous_input = None
         self.output_gradients = {}
         self.scattered_gradients = {}
+        self.units = {}
         self._values = {}
         self._num_uses = {}
 

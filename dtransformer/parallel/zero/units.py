@@ -19,18 +19,20 @@ Reference:
     - [Zhao et al., 2023, §3.3](https://arxiv.org/abs/2304.11277), for prefetching
 """
 
-import itertools
 from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.parallel.config.config import TransformerRecomputeConfig
 from dtransformer.parallel.ops.custom_gradient import after, custom_gradient, seed_after
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
+from dtransformer.parallel.tracing.auxiliary_metrics import is_collecting
 from dtransformer.parallel.tracing.dropout_seed import current_dropout_seed, dropout_seed
-from dtransformer.parallel.tracing.state_scope import StateScope
+from dtransformer.parallel.tracing.equal_layers import EqualLayers
+from dtransformer.parallel.tracing.shared_blocks import can_share, pack_ids
+from dtransformer.parallel.tracing.state_scope import SideEffects, StateScope
 from dtransformer.parallel.tracing.two_passes import TwoPasses
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.zero.gather import (
@@ -76,7 +78,57 @@ def run_product(function: Callable, x: tf.Tensor, kernel: tf.Tensor | keras.Vari
     if not trace.is_training_step() or not is_unit([kernel]):
         return function(x, kernel)
     weights = UnitWeights([kernel], {id(kernel): local_shard(kernel)})
-    return run_unit(lambda x: function(x, kernel), [x], weights)
+    seed = current_dropout_seed()
+    unit = Unit(lambda inputs, _: function(*inputs, kernel), [x], [seed], weights)
+    (result,) = unit.run([x], [seed], weights)
+    return result
+
+
+def run_block(
+    block: keras.layers.Layer,
+    function: Callable,
+    inputs: list[tf.Tensor],
+    masks: list,
+    recompute: TransformerRecomputeConfig,
+) -> tf.Tensor:
+    """Return `function(*inputs, *masks)`, with gradients of the inputs and the block's weights.
+
+    Equal blocks are traced once, see `shared_blocks`.
+
+    Args:
+        block: `TransformerBlock`.
+        function: Function of the inputs and masks that returns a tensor and reads the weights.
+        inputs: List of float tensors.
+        masks: List of nested tensors and `None`.
+        recompute: `TransformerRecomputeConfig` of the block.
+    """
+    layers = EqualLayers([block])
+    weights = UnitWeights.of_layer(block)
+    leaves = tf.nest.flatten(masks)
+    constants = [current_dropout_seed(), pack_ids(layers.random_ids())]
+    constants += [x for x in leaves if x is not None]
+
+    def compute(inputs, constants):
+        ids, *tensors = constants
+        remaining = iter(tensors)
+        replaced = [None if x is None else next(remaining) for x in leaves]
+        with layers.use_random_ids(tf.unstack(ids)):
+            return function(*inputs, *tf.nest.pack_sequence_as(masks, replaced))
+
+    units = current_unsharding().units
+    key = id(block)
+    if can_share(layers):
+        specs = [(x.shape, x.dtype) for x in [*inputs, *constants, *weights.specs]]
+        key = repr((layers.signature(), is_collecting(), [x is None for x in leaves], specs))
+    if key not in units:
+        units[key] = Unit(compute, inputs, constants, weights), layers
+    unit, traced_layers = units[key]
+    results = unit.run(inputs, constants, weights, recompute)
+
+    def report(losses, metrics):
+        layers.report(traced_layers, losses, metrics)
+
+    return unit.effects.publish(results, report)
 
 
 class UnitWeights:
@@ -90,21 +142,21 @@ class UnitWeights:
         variables: List of Keras variables.
         stored: List of tensors, one per variable: the local shard, or the value if it is not
             sharded.
-        trainable: List of Booleans.
+        specs: List of the `tf.TensorSpec`s of the full values.
     """
 
     def __init__(self, variables: list[keras.Variable], shards: dict[int, tf.Tensor]):
         self.variables = variables
-        self.trainable = [variable.trainable for variable in variables]
-        self._is_sharded = [id(variable) in shards for variable in variables]
-        self.stored = [
-            shards[id(variable)] if is_sharded else full_trained_value(variable)
-            for variable, is_sharded in zip(variables, self._is_sharded)
-        ]
-        self._names = [
-            current_unsharding().next_name(variable.path) if is_sharded else None
-            for variable, is_sharded in zip(variables, self._is_sharded)
-        ]
+        self.stored = []
+        self.specs = []
+        self._names = []  # Names of the collectives, or None.
+        for variable in variables:
+            is_sharded = id(variable) in shards
+            stored = shards[id(variable)] if is_sharded else full_trained_value(variable)
+            self.stored.append(stored)
+            self.specs.append(tf.TensorSpec(variable.shape, stored.dtype))
+            unsharding = current_unsharding()
+            self._names.append(unsharding.next_name(variable.path) if is_sharded else None)
 
     @classmethod
     def of_layer(cls, layer: keras.layers.Layer) -> "UnitWeights":
@@ -116,13 +168,6 @@ class UnitWeights:
                     shards[id(variable)] = local_shard(variable)
         return cls(layer.variables, shards)
 
-    def specs(self) -> list[tf.TensorSpec]:
-        """Return the specs of the full values."""
-        return [
-            tf.TensorSpec(variable.shape, stored.dtype)
-            for variable, stored in zip(self.variables, self.stored)
-        ]
-
     def gather(
         self, stored: list[tf.Tensor], wait_for: list[tf.Tensor], suffix: str = ""
     ) -> list[tf.Tensor]:
@@ -133,130 +178,107 @@ class UnitWeights:
             wait_for: List of tensors.
             suffix: String. End of the collectives' names. Defaults to `""`.
         """
-        return [
-            all_gather(variable, x, f"{name}{suffix}", wait_for) if is_sharded else x
-            for variable, x, name, is_sharded in zip(
-                self.variables, stored, self._names, self._is_sharded
-            )
-        ]
+        values = []
+        for variable, value, name in zip(self.variables, stored, self._names):
+            if name is not None:
+                value = all_gather(variable, value, f"{name}{suffix}", wait_for)
+            values.append(value)
+        return values
 
     def reduce(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
         """Return the gradients of `self.stored` from the gradients of the full values."""
         reduced = []
-        for gradient, stored, name, is_sharded in zip(
-            gradients, self.stored, self._names, self._is_sharded
-        ):
-            if gradient is not None and is_sharded:
+        for gradient, stored, name in zip(gradients, self.stored, self._names):
+            if gradient is not None and name is not None:
                 gradient = tf.cast(reduce_scatter(gradient, f"{name}/gradient"), stored.dtype)
             reduced.append(gradient)
         return reduced
 
 
-def run_unit(
-    function: Callable,
-    inputs: list[tf.Tensor],
-    weights: UnitWeights,
-    recompute: bool = False,
-    gathers_after_recompute: bool = False,
-    add_loss: Callable | None = None,
-) -> tf.Tensor:
-    """Return `function(*inputs)`, with gradients of the inputs and weights.
+class Unit:
+    """A traced unit, which equal blocks share.
 
     Args:
-        function: Function of tensors that returns a tensor and reads the weights.
+        function: Function of `inputs` and all `constants` after the first one. Returns a tensor.
         inputs: List of float tensors.
-        weights: `UnitWeights`.
-        recompute: Boolean. Whether the backward pass runs the forward pass again and only the
-            inputs are stored. Defaults to `False`.
-        gathers_after_recompute: Boolean. Whether the weights are freed between the repeated forward
-            pass and the backward pass, and all-gathered a third time. Defaults to `False`.
-        add_loss: Function that takes the list of losses that layers add inside `function`. By
-            default they are discarded.
-    """
-    unsharding = current_unsharding()
-    unit = unsharding.start_unit(inputs[0])
-    forward_gate = unsharding.forward_gate
-    seed = current_dropout_seed()
-    traced = _TracedFunction(function, weights.variables)
-    passes = TwoPasses(traced, inputs, [seed], weights.specs(), weights.trainable)
-    num_inputs = len(inputs)
-
-    @custom_gradient
-    def forward(*arguments):
-        inputs = list(arguments[:num_inputs])
-        stored = list(arguments[num_inputs:])
-        values = weights.gather(stored, forward_gate)
-        results, saved = passes.forward(inputs, [seed], values)
-
-        def gradient(*upstream):
-            upstream = list(upstream[: 1 + traced.num_losses])
-            dy = upstream[0]
-            unsharding.output_gradients[unit] = dy
-            gate = [unsharding.output_gradients.get(unit + 1, dy)]
-            gate += unsharding.scattered_gradients.get(unit + 2, [])
-            values = weights.gather(stored, gate, "/again")
-            saved_activations = saved
-            if recompute:
-                inputs_after = [after(x, dy) for x in inputs]
-                seeds = [seed_after(seed, dy)]
-                repeated, saved_activations = passes.forward(inputs_after, seeds, values)
-                if gathers_after_recompute:
-                    values = weights.gather(stored, repeated[:1], "/third")
-            gradients = passes.backward(upstream, saved_activations, values)
-            input_gradients, weight_gradients = gradients
-            reduced = weights.reduce(weight_gradients)
-            unsharding.scattered_gradients[unit] = [x for x in reduced if x is not None]
-            return [*input_gradients, *reduced]
-
-        return results, gradient
-
-    return traced.publish(forward(*inputs, *weights.stored), add_loss)
-
-
-class _TracedFunction:
-    """Function of a unit in the form that `TwoPasses` takes, without side effects.
-
-    Args:
-        function: Function of tensors that returns a tensor.
-        variables: List of the Keras variables that it reads.
+        constants: List of tensors without gradients. The first one is the dropout seed.
+        weights: `UnitWeights` that the function reads.
 
     Attributes:
-        num_losses: Integer. Number of losses that layers add.
+        effects: `SideEffects` of the function.
     """
 
-    def __init__(self, function, variables):
-        self.num_losses = 0
-        self._function = function
-        self._variables = variables
-        self._metric_names = []
-        self._states = []
+    def __init__(
+        self,
+        function: Callable,
+        inputs: list[tf.Tensor],
+        constants: list[tf.Tensor],
+        weights: UnitWeights,
+    ):
+        self.effects = SideEffects()
 
-    def __call__(self, inputs, constants, values):
-        (seed,) = constants
-        scope = StateScope(collect_losses=True, records_seeds=True)
-        for variable, value in zip(self._variables, values):
-            scope.state_mapping[id(variable)] = value  # Keras would cast it to the storage dtype.
-        with (
-            inside_unit(),
-            dropout_seed(seed),
-            scope,
-            collecting(is_collecting()) as metrics,
-        ):
-            result = self._function(*inputs)
-            self._metric_names = list(metrics)
-            self._states = list(scope.states.values())
-            states = [scope.get_current_value(variable) for variable in self._states]
-        self.num_losses = len(scope.losses)
-        return [result, *scope.losses], [*metrics.values(), *states]
+        def compute(inputs, constants, values):
+            seed, *others = constants
+            scope = StateScope(collect_losses=True, records_seeds=True)
+            for variable, value in zip(weights.variables, values):
+                scope.state_mapping[id(variable)] = value  # Keras would cast to the storage dtype.
+            with dropout_seed(seed):
+                return self.effects.trace(lambda: function(inputs, others), scope)
 
-    def publish(self, results, add_loss):
-        """Add losses, report metrics and assign states. Return the function's result."""
-        result, *results = results
-        remaining = iter(results)
-        losses = list(itertools.islice(remaining, self.num_losses))
-        if add_loss is not None:
-            add_loss(losses)
-        report_all({name: next(remaining) for name in self._metric_names})
-        for variable in self._states:
-            variable.assign(next(remaining))
-        return result
+        trainable = [variable.trainable for variable in weights.variables]
+        with inside_unit():
+            self._passes = TwoPasses(compute, inputs, constants, weights.specs, trainable)
+
+    def run(
+        self,
+        inputs: list[tf.Tensor],
+        constants: list[tf.Tensor],
+        weights: UnitWeights,
+        recompute: TransformerRecomputeConfig | None = None,
+    ) -> list[tf.Tensor]:
+        """Compute the unit with the weights of an equal block.
+
+        Args:
+            inputs, constants, weights: See the constructor.
+            recompute: `TransformerRecomputeConfig`. With `recompute=True` only the inputs are
+                stored, and the backward pass runs the forward pass again. Defaults to `None`.
+
+        Returns:
+            The results of `effects.trace`.
+        """
+        passes = self._passes
+        recompute = recompute or TransformerRecomputeConfig()
+        unsharding = current_unsharding()
+        unit = unsharding.start_unit(inputs[0])
+        forward_gate = unsharding.forward_gate
+        seed, *others = constants
+
+        @custom_gradient
+        def forward(*arguments):
+            inputs_now = list(arguments[: len(inputs)])
+            stored = list(arguments[len(inputs) :])
+            values = weights.gather(stored, forward_gate)
+            results, saved = passes.forward(inputs_now, constants, values)
+
+            def gradient(*upstream):
+                upstream = list(upstream[: self.effects.num_differentiable])
+                dy = upstream[0]
+                unsharding.output_gradients[unit] = dy
+                gate = [unsharding.output_gradients.get(unit + 1, dy)]
+                gate += unsharding.scattered_gradients.get(unit + 2, [])
+                values = weights.gather(stored, gate, "/again")
+                activations = saved
+                if recompute.recompute:
+                    late_inputs = [after(x, dy) for x in inputs_now]
+                    late_constants = [seed_after(seed, dy), *others]
+                    repeated, activations = passes.forward(late_inputs, late_constants, values)
+                    if recompute.parallel_optimizer_comm_recompute:
+                        values = weights.gather(stored, repeated[:1], "/third")
+                input_gradients, gradients = passes.backward(upstream, activations, values)
+                reduced = weights.reduce(gradients)
+                unsharding.scattered_gradients[unit] = [x for x in reduced if x is not None]
+                return [*input_gradients, *reduced]
+
+            return results, gradient
+
+        return forward(*inputs, *weights.stored)

@@ -36,7 +36,9 @@ def sharded(monkeypatch):
 
 
 def stack(**options):
-    layers = TransformerEncoder(NUM_BLOCKS, 8, 2, 16, hidden_dropout_rate=0.2, name="stack", **options)
+    layers = TransformerEncoder(
+        NUM_BLOCKS, 8, 2, 16, hidden_dropout_rate=0.2, name="stack", **options
+    )
     layers.build(X.shape)
     rng = np.random.default_rng(1)
     for weight in layers.weights:
@@ -103,12 +105,15 @@ def products_of(operations, block, is_backward):
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}])
-def test_gradients_equal_the_gradients_of_full_weights(options, sharded, monkeypatch):
+RECOMPUTE = [False, True, TransformerRecomputeConfig(select=("attention", "norm"))]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=["none", "block", "parts"])
+def test_gradients_equal_the_gradients_of_full_weights(recompute, sharded, monkeypatch):
     def run():
         layers = stack()
         for block in layers.blocks:
-            block.recompute(options.get("recompute", False))
+            block.recompute(recompute)
         return step(layers)(tf.constant(X))
 
     y, gradients = run()
