@@ -3,7 +3,7 @@
 A gradient tape stores all tensors that the backward pass reads, and a matrix product's gradient
 reads its weight. Here, the backward pass does not store the weights and tensors that are computed
 only from weights. It takes the weights as arguments and computes these tensors again. Other
-activations are stored as usual, so no product is computed twice.
+activations are stored as usual, so no product with an activation is computed twice.
 """
 
 import dataclasses
