@@ -107,10 +107,10 @@ def save_pretrained(
                 array if tensor_dtype is None else convert(array, tensor_dtype, tensor.name)
             )
         table = next(iter(tensors.values()))
-        for copy, name in family.untied_copies.items():
+        for copy, name in family.files.untied_copies.items():
             if name in tensors and not arguments["tied_head"]:
                 tensors[copy] = tensors[name]
-        for name in family.written_positions:
+        for name in family.files.saved_position_tables:
             positions = sinusoids(arguments["max_length"], arguments["hidden_size"])
             tensors[name] = positions.astype(table.dtype)
         arrays = {file_name(kind, name, network): x for name, x in tensors.items()}
@@ -209,7 +209,7 @@ def config_of(network: TokenModel, name: str | None = None) -> dict:
         "architectures": [family.architecture],
         "model_type": name,
         "vocab_size": arguments["vocab_size"],
-        **family.config(arguments),
+        **family.to_hf(arguments),
         **{field: arguments[argument] for argument, field in family.special_ids.items()},
         "tie_word_embeddings": arguments["tied_head"],
         **head_fields(name, network),

@@ -37,15 +37,15 @@ def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping)
             one, or a stored table of positions differs from the sinusoidal formula.
     """
     names = family.stored_names(content.shapes)
-    table = next(iter(family.tables))
+    table = family.embedding_table
     is_tied = arguments["tied_head"]
 
     def tensor(name):
         return content[names[name]][...]
 
-    heads = {f"{name}.weight" for name in family.top}
-    copies = {*family.copies} if is_tied is True else {*family.copies} - heads
-    differing = {x for x in names if x.endswith(family.position_tables)}
+    heads = {family.head_name}
+    copies = family.copies if is_tied is True else family.copies - heads
+    differing = {x for x in names if x.endswith(family.files.position_tables)}
     differing = {x for x in differing if not _is_sinusoidal(tensor(x))}
     for copy in names.keys() & copies if table in names else ():
         if not np.array_equal(tensor(copy), tensor(table)):
@@ -103,7 +103,7 @@ class StoredWeights:
         tensors = tensors_of(content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_optional, unused))
-        prefixes = family.skipped_prefixes(network.arguments)
+        prefixes = tuple(x.format(**network.arguments) for x in family.files.skipped)
         if skipped := {name for name in unused if name.startswith(prefixes)}:
             problems = f"Skipped {len(skipped)} unused tensors of {', '.join(sorted(prefixes))}"
             warnings.warn(f"{content.path}: {problems}.", stacklevel=3)

@@ -13,7 +13,7 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.parts import Field, choice
+from dtransformer.models.pretrained.families.keys import Key, choice
 from dtransformer.models.pretrained.folder import read_pooling_head
 from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear
 
@@ -36,7 +36,7 @@ class TaskHead:
         layer: Class of the head layer.
         dense: Dict from names of the head's parts in `transformers` to paths in the layer.
         arguments: Dict of the layer's arguments, except the number of labels and dropout.
-        fields: Tuple of `Field`s for other arguments of the layer.
+        fields: Tuple of `Key`s for other arguments of the layer.
         dropouts: Tuple of config keys of the dropout rate. The first one in a config counts.
             An empty tuple disables dropout.
         default_dropout: Default dropout rate.
@@ -45,7 +45,7 @@ class TaskHead:
     layer: Callable
     dense: Mapping[str, str]
     arguments: Mapping = dataclasses.field(default_factory=dict)
-    fields: tuple[Field, ...] = ()
+    fields: tuple[Key, ...] = ()
     dropouts: tuple[str, ...] = ("classifier_dropout", "hidden_dropout_prob")
     default_dropout: float = 0.1
 
@@ -110,11 +110,11 @@ _DECODER = _heads(_LAST, "score", dropouts=_RATES)
 _MODERNBERT = {
     "dense": {"head.dense": "pooler", "head.norm": "norm", "classifier": "classifier"},
     "arguments": {"hidden_act": "gelu", "hidden_bias": False, "norm": "layer_norm_without_beta"},
-    "fields": (Field("norm_epsilon", "norm_eps", 1e-5),),
+    "fields": (Key("norm_eps", "norm_epsilon", 1e-5),),
     "dropouts": ("classifier_dropout",),
     "default_dropout": 0.0,
 }
-_POOLING = choice("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
+_POOLING = choice("classifier_pooling", "pooling", "cls", {"cls": "first", "mean": "mean"})
 _HEADS_BY_KIND = {
     # `transformers` has no token classification for these families.
     **{
