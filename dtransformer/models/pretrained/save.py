@@ -19,7 +19,11 @@ from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
 from dtransformer.models.generation.rules import rules_to_fields
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
+from dtransformer.models.pretrained.families.task_heads import (
+    file_name,
+    head_fields,
+    network_tensors,
+)
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
 from dtransformer.models.pretrained.stored_weights import path_without_network, sinusoids
 from dtransformer.parallel.collectives.objects import (
@@ -77,7 +81,7 @@ def save_pretrained(
     """
 
     def checked():
-        config = config_of(network, family)
+        config = hf_config(network, family)
         if any(low_rank_of(variable) is not None for variable in network.variables):
             raise InputError(
                 "The network has adapters. Save them with `save_lora`, or call `merge_lora` before "
@@ -100,7 +104,7 @@ def save_pretrained(
             return values[path][tuple(slice(size) for size in shapes[path])]
 
         tensors = {}
-        for tensor in tensors_of(kind, network):
+        for tensor in network_tensors(kind, network):
             array = tensor.join([without_padding(path) for path in tensor.weights])
             tensor_dtype = stored.get(tensor.weights[0], main)
             tensors[tensor.name] = (
@@ -184,7 +188,7 @@ def _add_tokenizer(network, tokenizer, fresh):
         warnings.warn(f"The tokenizer was not saved with the network: {error}", stacklevel=2)
 
 
-def config_of(network: TokenModel, name: str | None = None) -> dict:
+def hf_config(network: TokenModel, name: str | None = None) -> dict:
     """Return the content of `config.json` for a network, without its `dtype`.
 
     Args:

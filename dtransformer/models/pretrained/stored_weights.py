@@ -11,7 +11,7 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.conversion import convert
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import Family
-from dtransformer.models.pretrained.families.task_heads import tensors_of
+from dtransformer.models.pretrained.families.task_heads import network_tensors
 from dtransformer.models.pretrained.folder import PretrainedFolder
 from dtransformer.parallel.weights.sharded_variable import Bounds
 
@@ -100,7 +100,7 @@ class StoredWeights:
     def __init__(self, content: PretrainedFolder, family: Family, network: TokenModel):
         self._content = content
         names = family.stored_names(content.shapes)
-        tensors = tensors_of(content.config["model_type"], network)
+        tensors = network_tensors(content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_optional, unused))
         prefixes = tuple(x.format(**network.arguments) for x in family.files.skipped)

@@ -89,7 +89,7 @@ class _Bart(Family):
         return {**arguments, "head_bias": _BIAS in names}
 
 
-def _family(architecture, fixed, keys=_KEYS, supported_values={}, files={}, **options):
+def _family(architecture, fixed, keys=_KEYS, supported_values=None, files=None, **options):
     has_first_norms = not fixed.get("post_layernorm_residual", True)
     return _Bart(
         architecture,
@@ -102,14 +102,14 @@ def _family(architecture, fixed, keys=_KEYS, supported_values={}, files={}, **op
             "add_final_layer_norm": has_first_norms,
             "is_encoder_decoder": True,
             "is_decoder": False,
-            **supported_values,
+            **(supported_values or {}),
         },
         network=EncoderDecoderLM,
         files=FileNames(
             prefix="model.",
             table_copies=TABLE_COPIES,
             untied_copies=dict.fromkeys(TABLE_COPIES, "shared.weight"),
-            **files,
+            **(files or {}),
         ),
         **options,
     )

@@ -213,7 +213,7 @@ class FullAttention:
         return {}
 
     def has_rotary(self, blocks: Sequence[Mapping]) -> list[bool]:
-        """Return which blocks have rotary positions in a network of the family."""
+        """Return for each block whether it has rotary positions in the family."""
         return [True for _ in blocks]
 
     def has_attention_norm(self, index: int) -> bool:
@@ -285,7 +285,7 @@ class Windows(FullAttention):
         return fields
 
     def has_rotary(self, blocks: Sequence[Mapping]) -> list[bool]:
-        """Return which blocks have rotary positions in a network of the family."""
+        """Return for each block whether it has rotary positions in the family."""
         is_everywhere = self.full_has_rotary or not _get_windows(blocks)
         return [is_everywhere or _get_kind(block) == SLIDING for block in blocks]
 

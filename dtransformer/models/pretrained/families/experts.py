@@ -94,7 +94,9 @@ _DEEPSEEK_KEYS = {
 }
 
 
-def deepseek_experts(row: type[Experts] = Experts, fixed: Mapping = {}, **defaults) -> Experts:
+def deepseek_experts(
+    row: type[Experts] = Experts, fixed: Mapping | None = None, **defaults
+) -> Experts:
     """Return the row for DeepSeek's experts, which have no load-balancing loss.
 
     Args:
@@ -103,7 +105,7 @@ def deepseek_experts(row: type[Experts] = Experts, fixed: Mapping = {}, **defaul
         **defaults: Config keys of the family with their defaults.
     """
     keys = (Key(key, _DEEPSEEK_KEYS[key], default) for key, default in defaults.items())
-    return row(tuple(keys), aux_loss=None, fixed=fixed)
+    return row(tuple(keys), aux_loss=None, fixed=fixed or {})
 
 
 # Blocks for multi-token prediction follow the last block.

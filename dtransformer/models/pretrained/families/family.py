@@ -27,7 +27,12 @@ from dtransformer.models.pretrained.families.keys import (
     replace_rows,
     unsupported_argument,
 )
-from dtransformer.models.pretrained.families.weights import Table, llama_weights, stored_tensors
+from dtransformer.models.pretrained.families.weights import (
+    Table,
+    llama_weights,
+    stored_tensors,
+    with_rotary_order,
+)
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 # Arguments that change no result, or that are saved in the same way for all families.
@@ -55,7 +60,7 @@ def _default_arguments(network, *without, **overrides):
     return {name: x for name, x in defaults.items() if name not in excluded} | overrides
 
 
-# Arguments of a network if a family sets no others. Those of decoders are Llama's.
+# Default arguments of networks. The arguments of decoders describe Llama.
 _DEFAULT_ARGUMENTS = {
     CausalLM: _default_arguments(
         CausalLM,
@@ -212,8 +217,10 @@ class Family:
     def tensors(self, arguments: Mapping) -> list[StoredTensor]:
         """Return the `StoredTensor`s in a file of a network, with names without `prefix`."""
         shapes = weight_shapes.of_network(self.network, arguments)
-        names = self.weight_names(arguments)
-        return stored_tensors(names, shapes, self.is_interleaved, arguments)
+        tensors = stored_tensors(self.weight_names(arguments), shapes)
+        if not self.is_interleaved:
+            return tensors
+        return [with_rotary_order(tensor, shapes, arguments) for tensor in tensors]
 
     @property
     def embedding_table(self) -> str:

@@ -173,7 +173,7 @@ class _SmolWindows(Windows):
         return {**super().to_hf(blocks), "no_rope_layers": [*map(int, self.has_rotary(blocks))]}
 
     def has_rotary(self, blocks: Sequence[Mapping]) -> list[bool]:
-        """Return which blocks have rotary positions."""
+        """Return for each block whether it has rotary positions."""
         return [block["rotary_base"] is not None for block in blocks]
 
     def _rotary_flags(self, config, num_blocks):

@@ -132,16 +132,12 @@ _ENDINGS = {
 }
 
 
-def stored_tensors(
-    table: Table, shapes: Mapping[str, tuple], is_interleaved: bool, arguments: Mapping
-) -> list[StoredTensor]:
+def stored_tensors(table: Table, shapes: Mapping[str, tuple]) -> list[StoredTensor]:
     """Return the tensors in a file of a network.
 
     Args:
         table: Table of weight names.
         shapes: Dict from weight paths to shapes.
-        is_interleaved: Boolean. Whether rotary positions rotate neighboring features.
-        arguments: Dict of the network's arguments.
     """
     rows = {name: _as_weights(value) for name, value in table.items()}
     full_paths = {path for weights in rows.values() for path in weights.paths}
@@ -158,9 +154,7 @@ def stored_tensors(
                     block_name = name.replace("{i}", str(index))
                     layout = weights.layout
                     tensors += _tensors(block_name, ending, paths, layout, shapes)
-    if not is_interleaved:
-        return tensors
-    return [_with_rotary_order(tensor, shapes, arguments) for tensor in tensors]
+    return tensors
 
 
 def _as_weights(value):
@@ -218,10 +212,17 @@ def _tensors(name, ending, paths, layout, shapes):
     ]
 
 
-def _with_rotary_order(tensor, shapes, arguments):
+def with_rotary_order(
+    tensor: StoredTensor, shapes: Mapping[str, tuple], arguments: Mapping
+) -> StoredTensor:
     """Return a tensor with the feature order of interleaved rotary pairs.
 
     This library stores the first features of all pairs, then the second features.
+
+    Args:
+        tensor: Tensor without an order.
+        shapes: Dict from weight paths to shapes.
+        arguments: Dict of the network's arguments.
     """
     path = re.sub("_(kernel|bias)$", "", tensor.weights[0])
     features = shapes[tensor.weights[0]][-1]
