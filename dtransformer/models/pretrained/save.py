@@ -117,6 +117,8 @@ def save_pretrained(
         for name in family.files.saved_position_tables:
             positions = sinusoids(arguments["max_length"], arguments["hidden_size"])
             tensors[name] = positions.astype(table.dtype)
+        for name, value in family.constants(arguments).items():
+            tensors[name] = np.asarray(value, table.dtype)
         arrays = {file_name(kind, name, network): x for name, x in tensors.items()}
         fields = {**config, "dtype": str(table.dtype)}
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})

@@ -79,6 +79,22 @@ def _is_sinusoidal(table):
     return table.ndim == 2 and np.allclose(table, sinusoids(*table.shape), rtol=0, atol=tolerance)
 
 
+def _check_constants(content, constants):
+    """Raise an error if a scalar in a file differs from its supported value.
+
+    Args:
+        content: `PretrainedFolder` of the model.
+        constants: Dict from names in the file to values.
+    """
+    for name, expected in constants.items():
+        value = np.asarray(content[name][...], "float32")
+        if not np.allclose(value, expected, rtol=1e-2, atol=0):
+            raise InputError(
+                f"{content.path}: {name} is {value}, but only {expected} is supported. Use a model "
+                "with this value."
+            )
+
+
 def path_without_network(variable: keras.Variable) -> str:
     """Return a variable's path without the network's name."""
     return variable.path.partition("/")[2]
@@ -103,6 +119,9 @@ class StoredWeights:
         tensors = network_tensors(content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_optional, unused))
+        constants = {x: y for x, y in family.constants(network.arguments).items() if x in names}
+        _check_constants(content, {names[name]: value for name, value in constants.items()})
+        unused -= constants.keys()
         prefixes = tuple(x.format(**network.arguments) for x in family.files.skipped)
         if skipped := {name for name in unused if name.startswith(prefixes)}:
             problems = f"Skipped {len(skipped)} unused tensors of {', '.join(sorted(prefixes))}"

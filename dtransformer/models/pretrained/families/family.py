@@ -116,6 +116,8 @@ class FileNames:
         position_tables: Tuple of suffixes of names of sinusoidal position tables. They are
             not weights in this library.
         saved_position_tables: Tuple of names of such tables in saved files.
+        constants: Dict from names of scalars with the same value in all models to this value.
+            `{i}` is the block index.
     """
 
     prefix: str = ""
@@ -126,6 +128,7 @@ class FileNames:
     untied_copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     position_tables: tuple[str, ...] = ()
     saved_position_tables: tuple[str, ...] = ()
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +268,12 @@ class Family:
     def file_name(self, name: str) -> str:
         """Return the name in saved files for a tensor of `tensors`."""
         return name if name.startswith(_HEADS) else self.files.prefix + name
+
+    def constants(self, arguments: Mapping) -> dict[str, float]:
+        """Return a dict from names of scalars with a fixed value to this value."""
+        constants = self.files.constants.items()
+        num_layers = arguments.get("num_layers", 0)
+        return {name.replace("{i}", str(i)): x for name, x in constants for i in range(num_layers)}
 
     def is_optional(self, name: str) -> bool:
         """Return whether a file may contain a tensor that is not a weight of the network."""
