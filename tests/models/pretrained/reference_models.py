@@ -102,7 +102,11 @@ T5_GATED = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": Fals
 MODELS = {
     "gpt2": (transformers.GPT2LMHeadModel, GPT_2, Texts()),
     "llama": (transformers.LlamaForCausalLM, SIZES, Texts()),
-    "llama_3": (transformers.LlamaForCausalLM, {**SIZES, "rope_parameters": family_rows.LLAMA_3}, Texts()),
+    "llama_3": (
+        transformers.LlamaForCausalLM,
+        {**SIZES, "rope_parameters": family_rows.LLAMA_3},
+        Texts(),
+    ),
     "llama_tied": (
         transformers.LlamaForCausalLM,
         {**SIZES, "tie_word_embeddings": True, "rope_parameters": LINEAR, "head_dim": 16},

@@ -44,31 +44,25 @@ class Rotary:
             config: Published config.
             kind: `FULL` or `SLIDING`.
         """
-        parameters = self.read_parameters(config, kind)
-        key, default = self.default_base(kind)
-        base = parameters.pop("rope_theta", None) or config.get(key) or default
-        name = parameters.pop("rope_type", None) or parameters.pop("type", "default")
-        parameters.pop("type", None)
-        parameters.pop("max_position_embeddings", None)
-        fraction = parameters.pop("partial_rotary_factor", None) or config.get(self.fraction_key)
+        parameters = config.get("rope_parameters") or {}
+        if is_by_kind(parameters):
+            return self.parameters_from_hf(config, parameters.get(kind) or {})
+        scaling = config.get("rope_scaling") or ({} if parameters else self.scaling)
+        return self.parameters_from_hf(config, {**scaling, **parameters})
+
+    def parameters_from_hf(self, config: Mapping, parameters: Mapping) -> dict:
+        """Return the arguments of a block from its `rope_parameters` and the other keys."""
         options = {key: value for key, value in parameters.items() if value is not None}
+        base = options.pop("rope_theta", None) or config.get(self.base_key) or self.base
+        name = options.pop("rope_type", None) or options.get("type") or "default"
+        fraction = options.pop("partial_rotary_factor", None) or config.get(self.fraction_key)
+        for key in ("type", "max_position_embeddings"):
+            options.pop(key, None)
         return {
             "rotary_base": float(base),
             "rotary_fraction": float(fraction or self.fraction),
             "rotary_scaling": self.scaling_from_hf(name, options),
         }
-
-    def read_parameters(self, config: Mapping, kind: str) -> dict:
-        """Return a copy of the `rope_parameters` of a kind of block."""
-        parameters = config.get("rope_parameters") or {}
-        if FULL in parameters or SLIDING in parameters:
-            return dict(parameters.get(kind) or {})
-        scaling = config.get("rope_scaling") or ({} if parameters else self.scaling)
-        return {**scaling, **parameters}
-
-    def default_base(self, kind: str) -> tuple[str, float]:
-        """Return the config key and the default of the base in a kind of block."""
-        return self.base_key, self.base
 
     def scaling_from_hf(self, name: str, options: dict) -> dict | None:
         """Return the argument `rotary_scaling` for a type of scaling with its options."""
@@ -81,36 +75,21 @@ class Rotary:
             InputError: If blocks differ, or only some features rotate in a family without this
                 option.
         """
-        parameters = self.parameters_to_hf(self.common_block(blocks))
-        return {"rope_theta": parameters["rope_theta"], "rope_parameters": parameters}
-
-    def common_block(self, blocks: Sequence[Mapping]) -> Mapping:
-        """Return the first block with rotary positions, which all others must equal.
-
-        Raises:
-            InputError: If they differ.
-        """
         rotary = [block for block in blocks if block["rotary_base"] is not None] or blocks
-        if any(block[name] != rotary[0][name] for block in rotary for name in _ROTARY):
-            bases = {block["rotary_base"] for block in rotary}
-            raise unsupported_argument("rotary_base", bases, "one value")
-        return rotary[0]
-
-    def check_fraction(self, blocks: Sequence[Mapping]) -> None:
-        """Check that the family supports the fractions of rotated features.
-
-        Raises:
-            InputError: If it does not.
-        """
         fractions = {block["rotary_fraction"] for block in blocks} - {1.0}
         if fractions and self.fraction == 1 and not self.has_fraction:
             raise unsupported_argument("rotary_fraction", fractions, 1.0)
+        if any(block[name] != rotary[0][name] for block in rotary for name in _ROTARY):
+            bases = {block["rotary_base"] for block in rotary}
+            raise unsupported_argument("rotary_base", bases, "one value")
+        parameters = self.parameters_to_hf(rotary[0])
+        return {"rope_theta": parameters["rope_theta"], "rope_parameters": parameters}
 
     def parameters_to_hf(self, block: Mapping) -> dict:
         """Return `rope_parameters` for a block's arguments."""
         base = block["rotary_base"]
         scaling = dict(block["rotary_scaling"] or {"type": "default"})
-        if scaling["type"] == "ntk":  # Configs contain the enlarged base instead.
+        if scaling["type"] == "ntk" and base:  # Configs contain the enlarged base instead.
             size = block["head_dim"] or head_size(block)
             base = ntk_base(base, scaling["factor"], int(size * block["rotary_fraction"]))
             scaling = {"type": "default"}
@@ -123,43 +102,44 @@ def rope_parameters(base: float, name: str, options: Mapping, fraction: float) -
     return parameters if fraction == 1 else {**parameters, "partial_rotary_factor": fraction}
 
 
+def is_by_kind(parameters: Mapping) -> bool:
+    """Return whether `rope_parameters` has an entry for each kind of block."""
+    return FULL in parameters or SLIDING in parameters
+
+
 @dataclasses.dataclass(frozen=True)
-class RotaryByKind(Rotary):
+class RotaryByKind:
     """Config keys of rotary positions that differ between full and sliding blocks.
 
     `rope_parameters` has an entry for each kind of block. Scaling in older configs applies to full
     blocks only.
 
     Args:
-        sliding_base: Default base in sliding blocks.
-        sliding_base_key: Key of the base of sliding blocks in configs without `rope_parameters`.
+        full, sliding: `Rotary` of full and of sliding blocks.
     """
 
-    sliding_base: float = 10000.0
-    sliding_base_key: str = "rope_theta"
+    full: Rotary
+    sliding: Rotary
 
-    def default_base(self, kind: str) -> tuple[str, float]:
-        """Return the config key and the default of the base in a kind of block."""
-        is_full = kind == FULL
-        return super().default_base(kind) if is_full else (self.sliding_base_key, self.sliding_base)
-
-    def read_parameters(self, config: Mapping, kind: str) -> dict:
-        """Return a copy of the `rope_parameters` of a kind of block."""
+    def from_hf(self, config: Mapping, kind: str) -> dict:
+        """Return the arguments of a block from a config; see `Rotary.from_hf`."""
         parameters = config.get("rope_parameters") or {}
-        if kind == FULL or FULL in parameters or SLIDING in parameters:
-            return super().read_parameters(config, kind)
-        return {}
+        if kind == FULL:
+            return self.full.from_hf(config, kind)
+        sliding = parameters.get(SLIDING) if is_by_kind(parameters) else None
+        return self.sliding.parameters_from_hf(config, sliding or {})
 
     def to_hf(self, blocks: Sequence[Mapping]) -> dict:
         """Return the config keys from the arguments of all blocks.
 
         Raises:
-            InputError: If blocks of one kind differ.
+            InputError: If blocks of one kind differ, or only some features rotate in a family
+                without this option.
         """
         parameters = {}
-        for kind in (FULL, SLIDING):
+        for kind, rotary in ((FULL, self.full), (SLIDING, self.sliding)):
             if matches := [block for block in blocks if _get_kind(block) == kind]:
-                parameters[kind] = self.parameters_to_hf(self.common_block(matches))
+                parameters[kind] = rotary.to_hf(matches)["rope_parameters"]
         # A kind without blocks gets the values of the other kind.
         first = next(iter(parameters.values()))
         return {"rope_parameters": {kind: parameters.get(kind, first) for kind in (FULL, SLIDING)}}
@@ -167,7 +147,13 @@ class RotaryByKind(Rotary):
 
 @dataclasses.dataclass(frozen=True)
 class FullAttention:
-    """Blocks without windows, and the base of classes for families with windows."""
+    """Blocks without windows, and the base of classes for families with windows.
+
+    Attributes:
+        supported_kinds: Tuple of the supported kinds of blocks.
+    """
+
+    supported_kinds = (FULL,)
 
     def kinds(self, config: Mapping) -> list[str]:
         """Return `FULL` or `SLIDING` for each block of a config.
@@ -177,7 +163,7 @@ class FullAttention:
         """
         num_blocks = config["num_hidden_layers"]
         layer_types = config.get("layer_types")
-        unsupported = sorted({*(layer_types or ())} - {*self.supported_kinds()})
+        unsupported = sorted({*(layer_types or ())} - {*self.supported_kinds})
         if unsupported:
             raise InputError(
                 f"`layer_types` contains {unsupported[0]!r}, which is not supported for this family."
@@ -189,10 +175,6 @@ class FullAttention:
             )
         default_kinds = [self.default_kind(config, i) for i in range(num_blocks)]
         return list(layer_types or default_kinds)
-
-    def supported_kinds(self) -> tuple[str, ...]:
-        """Return the supported kinds of blocks."""
-        return (FULL,)
 
     def default_kind(self, config: Mapping, index: int) -> str:
         """Return the kind of a block in a config without `layer_types`."""
@@ -241,10 +223,7 @@ class Windows(FullAttention):
     has_layer_types: bool = False
     full_has_rotary: bool = True
     switch: str | None = None
-
-    def supported_kinds(self) -> tuple[str, ...]:
-        """Return the supported kinds of blocks."""
-        return FULL, SLIDING
+    supported_kinds = FULL, SLIDING
 
     def default_kind(self, config: Mapping, index: int) -> str:
         """Return the kind of a block in a config without `layer_types`."""
@@ -256,16 +235,7 @@ class Windows(FullAttention):
         if window is None:
             return super().from_hf(config, kinds)
         full = {"window": None} if self.full_has_rotary else {"window": None, "rotary_base": None}
-        sliding = {"window": self.window_from_hf(window)}
-        return [full if kind == FULL else sliding for kind in kinds]
-
-    def window_from_hf(self, window: int) -> int:
-        """Return the argument for a window in a config."""
-        return window
-
-    def window_to_hf(self, window: int) -> int:
-        """Return the window in a config for an argument."""
-        return window
+        return [full if kind == FULL else {"window": window} for kind in kinds]
 
     def to_hf(self, blocks: Sequence[Mapping]) -> dict:
         """Return the config keys from the arguments of all blocks.
@@ -276,8 +246,7 @@ class Windows(FullAttention):
         windows = _get_windows(blocks)
         if len(windows) > 1:
             raise unsupported_argument("window", windows, "one value")
-        window = next(iter(windows), None)
-        fields = {self.key: None if window is None else self.window_to_hf(window)}
+        fields = {self.key: next(iter(windows), None)}
         if self.switch is not None:
             fields[self.switch] = bool(windows)
         if self.has_layer_types:
@@ -315,7 +284,7 @@ class Blocks:
         dense_blocks: Keys of blocks without experts. `None` if all blocks are equal.
     """
 
-    rotary: Rotary = Rotary()
+    rotary: Rotary | RotaryByKind = Rotary()
     windows: FullAttention = FullAttention()
     dense_blocks: DenseBlocks | None = None
     arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
@@ -345,7 +314,7 @@ class Blocks:
         """
         blocks = [arguments_of_block(arguments, i) for i in range(arguments["num_layers"])]
         fields = self.windows.to_hf(blocks)
-        self.rotary.check_fraction(blocks)
+        rotary_fields = self.rotary.to_hf(blocks)
         self._check_norms(blocks)
         if self.dense_blocks is not None:
             fields |= self.dense_blocks.to_hf([block.get("experts", True) for block in blocks])
@@ -357,7 +326,7 @@ class Blocks:
                 "The blocks with rotary positions differ from the family's. Save the network as another "
                 "family."
             )
-        return {**fields, **self.rotary.to_hf(blocks)}
+        return {**fields, **rotary_fields}
 
     def _check_norms(self, blocks):
         """Raise an error if other blocks than the family's have no norm before attention."""

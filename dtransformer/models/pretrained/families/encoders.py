@@ -14,6 +14,7 @@ from dtransformer.models.pretrained.families.blocks import (
     FULL,
     SLIDING,
     Blocks,
+    Rotary,
     RotaryByKind,
     Windows,
 )
@@ -190,15 +191,17 @@ class _ModernBertWindows(Windows):
     def from_hf(self, config: Mapping, kinds: Sequence[str]) -> list[dict]:
         """Return the arguments of each block that depend on its kind or index."""
         blocks = super().from_hf(config, kinds)
-        return [{**block, "attention_norm": i > 0} for i, block in enumerate(blocks)]
+        for i, block in enumerate(blocks):
+            window = block["window"]
+            window = None if window is None else window // 2 + 1
+            blocks[i] = {**block, "window": window, "attention_norm": i > 0}
+        return blocks
 
-    def window_from_hf(self, window: int) -> int:
-        """Return the argument for a window in a config."""
-        return window // 2 + 1
-
-    def window_to_hf(self, window: int) -> int:
-        """Return the window in a config for an argument."""
-        return 2 * (window - 1)
+    def to_hf(self, blocks: Sequence[Mapping]) -> dict:
+        """Return the config keys from the arguments of all blocks."""
+        fields = super().to_hf(blocks)
+        window = fields[self.key]
+        return {**fields, self.key: None if window is None else 2 * (window - 1)}
 
     def has_attention_norm(self, index: int) -> bool:
         """Return whether a block has a norm before its attention."""
@@ -220,10 +223,8 @@ MODERNBERT = Family(
         TIED,
         Blocks(
             RotaryByKind(
-                160000.0,
-                base_key="global_rope_theta",
-                sliding_base=10000.0,
-                sliding_base_key="local_rope_theta",
+                full=Rotary(160000.0, base_key="global_rope_theta"),
+                sliding=Rotary(10000.0, base_key="local_rope_theta"),
             ),
             _ModernBertWindows(128, key="local_attention", has_layer_types=True),
         ),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from dtransformer.models.pretrained.families.blocks import (
     Blocks,
+    Rotary,
     RotaryByKind,
     Windows,
     periodic_kind,
@@ -88,7 +89,7 @@ GEMMA3 = Family(
         *_KEYS,
         epsilon(1e-6, same=("qk_norm_epsilon",)),
         Blocks(
-            RotaryByKind(1e6, sliding_base=1e4, sliding_base_key="rope_local_base_freq"),
+            RotaryByKind(full=Rotary(1e6), sliding=Rotary(1e4, base_key="rope_local_base_freq")),
             _Gemma3Windows(4096, has_layer_types=True),
         ),
         Key("attn_logit_softcapping", "soft_cap", None),

@@ -15,6 +15,7 @@ from dtransformer.models.pretrained.families.blocks import (
     FULL,
     SLIDING,
     Blocks,
+    Rotary,
     RotaryByKind,
     Windows,
     periodic_kind,
@@ -45,7 +46,7 @@ OLMO3 = Family(
     keys=llama_keys(
         _EPSILON,
         Blocks(
-            RotaryByKind(5e5, sliding_base=5e5),
+            RotaryByKind(full=Rotary(5e5), sliding=Rotary(5e5)),
             Windows(4096, period=4, has_layer_types=True),
         ),
     ),
