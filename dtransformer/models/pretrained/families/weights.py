@@ -139,22 +139,32 @@ def stored_tensors(table: Table, shapes: Mapping[str, tuple]) -> list[StoredTens
         table: Table of weight names.
         shapes: Dict from weight paths to shapes.
     """
-    rows = {name: _as_weights(value) for name, value in table.items()}
-    full_paths = {path for weights in rows.values() for path in weights.paths}
-    num_blocks = _count_blocks(shapes)
+    rows = _expand_blocks(table, shapes)
+    named_paths = {path for _, weights in rows for path in weights.paths}
     tensors = []
-    for name, weights in rows.items():
-        stack = weights.paths[0].partition("{i}")[0]
-        for index in range(num_blocks.get(stack, 0) if "{i}" in name else 1):
-            for ending in _ENDINGS:
-                paths = tuple(x.replace("{i}", str(index)) + ending for x in weights.paths)
-                # A row with the full path of a bias replaces the bias of its module.
-                is_named = ending and weights.paths[0] + ending in full_paths
-                if paths[0] in shapes and not is_named:
-                    block_name = name.replace("{i}", str(index))
-                    layout = weights.layout
-                    tensors += _tensors(block_name, ending, paths, layout, shapes)
+    for name, weights in rows:
+        for ending in _ENDINGS:
+            paths = tuple(path + ending for path in weights.paths)
+            # A row with the full path of a bias replaces the bias of its module.
+            is_named = ending and paths[0] in named_paths
+            if paths[0] in shapes and not is_named:
+                tensors += _tensors(name, ending, paths, weights.layout, shapes)
     return tensors
+
+
+def _expand_blocks(table, shapes):
+    """Return a table as a list of rows, with one row per block for names with `{i}`."""
+    num_blocks = _count_blocks(shapes)
+    rows = []
+    for name, value in table.items():
+        weights = _as_weights(value)
+        stack = weights.paths[0].partition("{i}")[0]
+        indices = range(num_blocks.get(stack, 0)) if "{i}" in name else range(1)
+        for index in map(str, indices):
+            paths = tuple(path.replace("{i}", index) for path in weights.paths)
+            expanded = dataclasses.replace(weights, paths=paths)
+            rows.append((name.replace("{i}", index), expanded))
+    return rows
 
 
 def _as_weights(value):
