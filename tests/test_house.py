@@ -126,7 +126,7 @@ MAX_MEDIAN_LINES = 90
 # Maximum number of code tokens in the package, without docstrings and comments.
 TOKEN_BUDGET = 316_500
 # Nested comprehensions are allowed for lists of lists and dicts, but must stay rare.
-MAX_NESTED_COMPREHENSIONS = 10
+MAX_NESTED_COMPREHENSIONS = 8
 
 
 # Imports.
