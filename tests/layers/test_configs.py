@@ -77,6 +77,8 @@ LAYER_OPTIONS = {
             "attention_dropout_rate": 0.3,
             "softmax_compute_type": "float64",
             "kernel_initializer": "he_normal",
+            "rotary": {"base": 100.0, "fraction": 0.5, "scaling": None},
+            "qk_norm": {"kind": "rms_norm", "epsilon": 0.1, "after_rotary": True},
         },
         [(2, 4, 12)] * 3,
     ),
@@ -142,6 +144,7 @@ PUBLIC = [
     name
     for name in layers.__all__
     if isinstance(getattr(layers, name), type)
+    and issubclass(getattr(layers, name), keras.layers.Layer)
     and name not in ("Layer", "TransformerBlock", "BlockStack")  # Base classes.
 ]
 

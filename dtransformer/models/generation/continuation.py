@@ -84,17 +84,11 @@ class Continuation:
         is_token = source[:, :last] != NO_TOKEN
         x, _ = model.embed(tf.where(is_token, source[:, :last], 0), start=-_count(~is_token))
         mask = Segments(is_token, is_token, None if last else is_token)
-        _, prefixes = model.blocks(x, mask, cache=[{} for _ in model.blocks.blocks])
+        _, blocks = model.blocks.prefill(x, mask, capacity, search.num_beams)
         if last is None:
-            prefixes = [{name: x[:, :, :-1] for name, x in tensors.items()} for tensors in prefixes]
+            blocks = [_without_last_position(cache) for cache in blocks]
         batch_size = static_or_dynamic_shape(source)[0]
-        empty = model.blocks.init_cache(batch_size, capacity, search.num_beams)
-        return {
-            "blocks": [
-                {**prefix, **tensors} for prefix, tensors in zip(prefixes, empty, strict=True)
-            ],
-            "entries": search.start_entries(batch_size, capacity),
-        }
+        return {"blocks": blocks, "entries": search.start_entries(batch_size, capacity)}
 
     def next_logits(
         self, state: dict, cache: dict, memory_mask: tf.Tensor
@@ -105,9 +99,17 @@ class Continuation:
         entries, mask = search.next_entries(cache["entries"], state)
         start = tf.repeat(_count(memory_mask), search.num_beams) + state["position"]
         x, table = model.embed(state["last"][:, None], start=start)
-        x, blocks = model.blocks(x, mask, cache=cache["blocks"], prefix_mask=memory_mask)
+        x, blocks = model.blocks.decode_step(x, cache["blocks"], mask, prompt_mask=memory_mask)
         logits = constrain(model.head(x, table), ("batch", None, None))[:, 0, : model.vocab_size]
         return tf.cast(logits, "float32"), {"blocks": blocks, "entries": entries}
+
+
+def _without_last_position(cache):
+    """Return a block's cache without the last position of the prompts.
+
+    The cache is `()` if another pipeline stage has the block.
+    """
+    return cache.without_last_prompt_position() if cache else cache
 
 
 def _count(mask):
