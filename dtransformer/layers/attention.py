@@ -179,7 +179,7 @@ class MultiHeadAttention(StreamLayer):
 
     @property
     def num_rotary_features(self) -> int:
-        """Number of features per head to which rotary positions apply."""
+        """Number of leading features per head that have rotary positions."""
         return self.head_dim
 
     @property

@@ -108,7 +108,7 @@ class LatentAttention(MultiHeadAttention):
 
     @property
     def num_rotary_features(self) -> int:
-        """Number of features per head to which rotary positions apply."""
+        """Number of leading features per head that have rotary positions."""
         return self.sizes.rotary_dim
 
     def __call__(self, query, key, value, *args, **kwargs):
