@@ -262,8 +262,8 @@ class MultiHeadAttention(StreamLayer):
     def prefill(
         self,
         inputs: tf.Tensor,
+        capacity: int | tf.Tensor,
         attention_mask: tf.Tensor | Segments | None = None,
-        capacity: int | tf.Tensor = 0,
         num_hypotheses: int = 1,
         position_table: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, KVCache]:
@@ -271,9 +271,8 @@ class MultiHeadAttention(StreamLayer):
 
         Args:
             inputs: Tensor of shape `[b, p, h]`, aligned at the end.
-            attention_mask: See the call arguments.
             capacity, num_hypotheses: Room after the prompts, see `init_cache`.
-            position_table: See the call arguments.
+            attention_mask, position_table: See the call arguments.
 
         Returns:
             An `(output, cache)` tuple: a tensor of shape `[b, p, h]` and a `KVCache`.

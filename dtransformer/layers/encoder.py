@@ -1,7 +1,6 @@
 """Transformer encoder: a block and a stack of blocks."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -261,21 +260,22 @@ class TransformerEncoderLayer(TransformerBlock):
         x = add(inputs, self._scale_residual(outputs))
         return norm(x) if self.placement.of_sum else x
 
-    def _add_sublayers(self, inputs, attention_input, attention_output, feed):
-        """Return the block's output.
+    def _add_sublayers(self, inputs, attention_input, attention_output, **options):
+        """Apply the feed-forward layer and return the block's output.
 
         Args:
             inputs: Input of the block, `[b, s, h]`.
             attention_input, attention_output: Tensors of the same shape.
-            feed: Function of a tensor: the feed-forward layer.
+            **options: Arguments of `feed`.
         """
         if self.placement.is_parallel:
             x = attention_input
             if not self.placement.shares_norm:
                 x = self.sublayer_input("feed_forward", inputs)
-            return add(inputs, self._scale_residual(add(attention_output, feed(x))))
+            outputs = add(attention_output, self.feed(x, **options))
+            return add(inputs, self._scale_residual(outputs))
         x = self.add_residual("attention", inputs, attention_output)
-        y = feed(self.sublayer_input("feed_forward", x))
+        y = self.feed(self.sublayer_input("feed_forward", x), **options)
         return self.add_residual("feed_forward", x, y)
 
     def _scale_residual(self, x):
@@ -301,8 +301,7 @@ class TransformerEncoderLayer(TransformerBlock):
             *tables, mask = rest
             x = self.sublayer_input("attention", inputs)
             y = self.attention(x, x, x, mask, *tables, training=training)
-            feed = functools.partial(self.feed, mask=mask, training=training)
-            return self._add_sublayers(inputs, x, y, feed)
+            return self._add_sublayers(inputs, x, y, mask=mask, training=training)
 
         tensors = [inputs] if position_table is None else [inputs, position_table]
         return self.run_block(compute, tensors, [attention_mask], training)
@@ -311,10 +310,9 @@ class TransformerEncoderLayer(TransformerBlock):
     def prefill(
         self,
         inputs: tf.Tensor,
+        capacity: int | tf.Tensor,
         attention_mask: tf.Tensor | Segments | None = None,
-        capacity: int | tf.Tensor = 0,
-        num_hypotheses: int = 1,
-        position_table: tf.Tensor | None = None,
+        **options,
     ) -> tuple[tf.Tensor, KVCache]:
         """Compute prompts and start a cache that contains them.
 
@@ -322,20 +320,12 @@ class TransformerEncoderLayer(TransformerBlock):
         """
         with unsharding_ahead([inputs]):
             x = self.sublayer_input("attention", inputs)
-            y, cache = self.attention.prefill(
-                x, attention_mask, capacity, num_hypotheses, position_table
-            )
-            feed = functools.partial(self.feed, drops=False)
-            return self._add_sublayers(inputs, x, y, feed), cache
+            y, cache = self.attention.prefill(x, capacity, attention_mask, **options)
+            return self._add_sublayers(inputs, x, y, drops=False), cache
 
     @decoding_method
     def decode_step(
-        self,
-        inputs: tf.Tensor,
-        cache: KVCache,
-        mask: tf.Tensor | None = None,
-        prompt_mask: tf.Tensor | None = None,
-        position_table: tf.Tensor | None = None,
+        self, inputs: tf.Tensor, cache: KVCache, mask: tf.Tensor | None = None, **options
     ) -> tuple[tf.Tensor, KVCache]:
         """Compute the next position of each sequence.
 
@@ -343,9 +333,8 @@ class TransformerEncoderLayer(TransformerBlock):
         """
         with unsharding_ahead([inputs]):
             x = self.sublayer_input("attention", inputs)
-            y, cache = self.attention.decode_step(x, cache, mask, prompt_mask, position_table)
-            feed = functools.partial(self.feed, drops=False)
-            return self._add_sublayers(inputs, x, y, feed), cache
+            y, cache = self.attention.decode_step(x, cache, mask, **options)
+            return self._add_sublayers(inputs, x, y, drops=False), cache
 
     def feed(
         self,
@@ -408,9 +397,9 @@ class TransformerEncoder(BlockStack):
     def prefill(
         self,
         inputs: tf.Tensor,
-        attention_mask: tf.Tensor | Segments | None,
         capacity: int | tf.Tensor,
-        num_hypotheses: int = 1,
+        attention_mask: tf.Tensor | Segments | None = None,
+        **options,
     ) -> tuple[tf.Tensor, list[KVCache]]:
         """Compute prompts and start the caches of all blocks.
 
@@ -420,11 +409,9 @@ class TransformerEncoder(BlockStack):
             An `(output, caches)` tuple: a tensor of the input's shape, and a list with the cache of
             each block.
         """
-        options = self._shared_options(inputs)
+        options |= self._shared_options(inputs)
         caches = []
         for block in self.blocks:
-            inputs, cache = block.prefill(
-                inputs, attention_mask, capacity, num_hypotheses, **options
-            )
+            inputs, cache = block.prefill(inputs, capacity, attention_mask, **options)
             caches.append(cache)
         return self._normalize(inputs), caches

@@ -48,7 +48,7 @@ def decode(layer, x):
 
     @tf.function(autograph=False)
     def run(x):
-        prompt, cache = layer.prefill(x[:, :PROMPT], None, LENGTH - PROMPT)
+        prompt, cache = layer.prefill(x[:, :PROMPT], LENGTH - PROMPT)
 
         def step(position, outputs, cache):
             new = tf.slice(x, [0, position, 0], [B, 1, HIDDEN])
@@ -86,4 +86,4 @@ def test_decode_step_rejects_several_positions():
     with pytest.raises(ValueError, match="takes one position, got 3. Use `prefill`"):
         layer.decode_step(tf.zeros([B, 3, HIDDEN]), cache)
     with pytest.raises(ValueError, match="expected .*`hidden_size=16`"):
-        layer.prefill(tf.zeros([B, 3, HIDDEN + 1]))
+        layer.prefill(tf.zeros([B, 3, HIDDEN + 1]), LENGTH)

@@ -160,7 +160,7 @@ def test_absolute_positions_restart_in_each_sequence(options):
     check(twice, tf.concat([expected, expected], 1))
     is_token = tf.constant([[False] * 4 + [True] * 8])
     padded = tf.pad(x[:, :8], [[0, 0], [4, 0], [0, 0]])
-    output, cache = layer.prefill(padded, Segments(is_token, is_token), capacity=2)
+    output, cache = layer.prefill(padded, 2, Segments(is_token, is_token))
     check(output[:, 4:], expected[:, :8])
     output, _ = layer.decode_step(x[:, 8:], cache, prompt_mask=is_token)
     check(output, expected[:, 8:])

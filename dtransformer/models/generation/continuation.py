@@ -84,7 +84,7 @@ class Continuation:
         is_token = source[:, :last] != NO_TOKEN
         x, _ = model.embed(tf.where(is_token, source[:, :last], 0), start=-_count(~is_token))
         mask = Segments(is_token, is_token, None if last else is_token)
-        _, blocks = model.blocks.prefill(x, mask, capacity, search.num_beams)
+        _, blocks = model.blocks.prefill(x, capacity, mask, num_hypotheses=search.num_beams)
         if last is None:
             blocks = [_without_last_position(cache) for cache in blocks]
         batch_size = static_or_dynamic_shape(source)[0]
