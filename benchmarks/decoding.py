@@ -4,7 +4,7 @@
     python benchmarks/decoding.py OLD_FOLDER NEW_FOLDER --beams 1,4 --rounds 5
 
 A folder is a checkout of the repository. Each measurement runs in a separate process, and the two
-versions alternate. `wall` and `cpu` are the ratios of the medians, old to new: above 1, the new
+versions alternate and take turns to start. `wall` and `cpu` are the ratios of the medians, old to new: above 1, the new
 version is faster. `cpu` is the processor time, which other processes disturb less. `nodes` are the
 nodes of the compiled function before TensorFlow optimizes it, and `body` the nodes of its loop body.
 """
@@ -88,8 +88,8 @@ def run(folder, beams):
 def compare(old, new, beams, rounds):
     """Return the ratios of old to new times, and the sizes of both graphs."""
     results = {old: [], new: []}
-    for _ in range(rounds):
-        for folder in (old, new):
+    for index in range(rounds):
+        for folder in (old, new) if index % 2 else (new, old):
             results[folder].append(run(folder, beams))
     if results[old][0]["checksum"] != results[new][0]["checksum"]:
         raise ValueError(f"The versions generate different ids with {beams} beams.")

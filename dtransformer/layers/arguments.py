@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import keras
 
@@ -37,6 +37,11 @@ def given_arguments(names: dict) -> dict:
         for key, value in names.items()
         if key not in ("self", "__class__", "name", "kwargs")
     }
+
+
+def pop_arguments(arguments: dict, names: Iterable[str]) -> dict:
+    """Remove the arguments with these names from a dictionary, and return them."""
+    return {name: arguments.pop(name) for name in names if name in arguments}
 
 
 def checked(init: Callable) -> Callable:

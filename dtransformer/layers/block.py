@@ -14,7 +14,7 @@ from dtransformer.block_forms import (
     has_experts,
 )
 from dtransformer.errors import check_int
-from dtransformer.layers.arguments import check_floating, given_arguments
+from dtransformer.layers.arguments import check_floating, given_arguments, pop_arguments
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import StreamLayer
 from dtransformer.layers.feed_forward import FeedForward
@@ -139,16 +139,12 @@ class BlockStack(StreamLayer):
         **layer_arguments,
     ):
         init_arguments = given_arguments(locals())
-        keras_arguments = {
-            key: layer_arguments.pop(key)
-            for key in ("name", "dtype", "trainable")
-            if key in layer_arguments
-        }
-        super().__init__(**keras_arguments)
+        super().__init__(**pop_arguments(layer_arguments, ["name", "dtype", "trainable"]))
         check_int("moe_every", moe_every)
-        excluded = {"layer_arguments", *(["lambda_func"] if lambda_func is None else [])}
-        self.arguments = {name: x for name, x in init_arguments.items() if name not in excluded}
-        self.arguments |= layer_arguments
+        del init_arguments["layer_arguments"]
+        if lambda_func is None:
+            del init_arguments["lambda_func"]
+        self.arguments = {**init_arguments, **layer_arguments}
         self.blocks = [
             self.layer_class(
                 hidden_size,

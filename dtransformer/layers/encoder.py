@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.block_forms import placement_of
-from dtransformer.layers.arguments import as_moe_config, checked, given_arguments
+from dtransformer.layers.arguments import as_moe_config, checked, given_arguments, pop_arguments
 from dtransformer.layers.attention import MultiHeadAttention, with_attention_objects
 from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask, token_mask
 from dtransformer.layers.base import decoding_method, register
@@ -74,11 +74,6 @@ class BlockForm:
 BlockForm.__init__ = checked(BlockForm.__init__)
 
 
-def _pop(arguments, names):
-    """Remove the arguments with these names and return them."""
-    return {name: arguments.pop(name) for name in names if name in arguments}
-
-
 @register
 class TransformerEncoderLayer(TransformerBlock):
     """Transformer encoder block: self-attention, then a feed-forward layer.
@@ -136,8 +131,10 @@ class TransformerEncoderLayer(TransformerBlock):
         **kwargs,
     ):
         arguments = given_arguments(locals())
-        form = BlockForm(**_pop(kwargs, [field.name for field in dataclasses.fields(BlockForm)]))
-        attention_options = _pop(kwargs, [*_ATTENTION_OPTIONS, *_SELF_ATTENTION_OPTIONS])
+        form_names = [field.name for field in dataclasses.fields(BlockForm)]
+        form = BlockForm(**pop_arguments(kwargs, form_names))
+        names = [*_ATTENTION_OPTIONS, *_SELF_ATTENTION_OPTIONS]
+        attention_options = pop_arguments(kwargs, names)
         super().__init__(**kwargs)
         self.arguments = {**arguments, **vars(form), **attention_options}
         self.placement = placement_of(self.arguments)
