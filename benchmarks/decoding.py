@@ -3,8 +3,8 @@
     python benchmarks/decoding.py OLD_FOLDER NEW_FOLDER
     python benchmarks/decoding.py OLD_FOLDER NEW_FOLDER --beams 1,4 --rounds 5
 
-A folder is a checkout of the repository. Each measurement runs in a separate process, and the two
-versions alternate and take turns to start. `wall` and `cpu` are the ratios of the medians, old to new: above 1, the new
+A folder is a checkout of the repository. Each measurement runs in a separate process. The versions
+alternate and take turns to start. `wall` and `cpu` are ratios of medians, old to new: above 1, the new
 version is faster. `cpu` is the processor time, which other processes disturb less. `nodes` are the
 nodes of the compiled function before TensorFlow optimizes it, and `body` the nodes of its loop body.
 """
