@@ -39,7 +39,7 @@ def make_timer(implementation, length, rows, causal):
     def run(q, k, v, upstream):
         with tf.GradientTape() as tape:
             tape.watch([q, k, v])
-            context = attention(q, [k], [v], causal=causal, implementation=implementation)
+            context = attention(q, k, v, causal=causal, implementation=implementation)
         return tape.gradient(context, [q, k, v], upstream)
 
     def timed():

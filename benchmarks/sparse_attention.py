@@ -41,7 +41,7 @@ def sparse(length, block_size, global_size):
 
 def dense(q, k, v):
     heads = [tf.transpose(tf.reshape(x, [1, -1, HEADS, FEATURES]), [0, 2, 1, 3]) for x in (q, k, v)]
-    context = attention(heads[0], [heads[1]], [heads[2]], causal=True, implementation="blockwise")
+    context = attention(*heads, causal=True, implementation="blockwise")
     return tf.reshape(tf.transpose(context, [0, 2, 1, 3]), q.shape)
 
 

@@ -105,7 +105,7 @@ def _function(implementation, options, jit_compile=None):
     def run(q, k, v, dy):
         with tf.GradientTape() as tape:
             tape.watch([q, k, v])
-            y = attention(q, [k], [v], implementation=implementation, **options)
+            y = attention(q, k, v, implementation=implementation, **options)
         return [y, *tape.gradient(y, [q, k, v], dy)]
 
     return run

@@ -127,7 +127,7 @@ def _attention():
             with tf.GradientTape() as tape:
                 tape.watch(arrays)
                 q, k, v, _ = arrays
-                y = attention(q, [k], [v], implementation=name, **options)
+                y = attention(q, k, v, implementation=name, **options)
             outputs = [y, *tape.gradient(y, arrays[:3], arrays[3])]
             results |= {f"{name}/{case}{i}": np.array(x) for i, x in enumerate(outputs)}
     differences_to_reference = [

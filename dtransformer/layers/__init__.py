@@ -16,8 +16,9 @@ from dtransformer.layers.latent_attention import LatentAttention
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.layers.moe import MoE
-from dtransformer.layers.norm import LayerNorm, RMSNorm
+from dtransformer.layers.norm import LayerNorm, QKNorm, RMSNorm
 from dtransformer.layers.position import PositionEmbedding, TokenTypeEmbedding
+from dtransformer.layers.rotary import Rotary
 from dtransformer.layers.router import Router
 from dtransformer.layers.transformer import Transformer
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
@@ -38,7 +39,9 @@ __all__ = [
     "MultiHeadAttention",
     "PoolingHead",
     "PositionEmbedding",
+    "QKNorm",
     "RMSNorm",
+    "Rotary",
     "Router",
     "SequenceHead",
     "TokenHead",

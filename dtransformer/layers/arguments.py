@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import keras
 
@@ -37,6 +37,11 @@ def given_arguments(names: dict) -> dict:
         for key, value in names.items()
         if key not in ("self", "__class__", "name", "kwargs")
     }
+
+
+def pop_arguments(arguments: dict, names: Iterable[str]) -> dict:
+    """Remove the arguments with these names from a dictionary, and return them."""
+    return {name: arguments.pop(name) for name in names if name in arguments}
 
 
 def checked(init: Callable) -> Callable:
@@ -135,14 +140,16 @@ _SETTINGS = {
 def as_config(arguments: dict) -> dict:
     """Return a layer's arguments in a form that Keras can serialize.
 
-    An activation class becomes the config of an instance, and a `MoEConfig` a dictionary.
+    An activation class becomes the config of an instance. Dataclasses, such as a `MoEConfig` or a
+    `Rotary`, become dictionaries.
     """
     config = dict(arguments)
     activation = arguments.get("hidden_act")
     if isinstance(activation, type):
         config["hidden_act"] = keras.saving.serialize_keras_object(activation())
-    if isinstance(moe := config.get("moe_config"), MoEConfig):
-        config["moe_config"] = dataclasses.asdict(moe)
+    for name, value in arguments.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            config[name] = dataclasses.asdict(value)
     return config
 
 

@@ -1,25 +1,35 @@
 """Multi-head attention with a cache for decoding one token at a time."""
 
+from collections.abc import Mapping
+
 import keras
 import tensorflow as tf
 
 from dtransformer.errors import check_int
 from dtransformer.layers import elementwise
-from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, implementation_for
-from dtransformer.layers.attention_inputs import (
-    check_inputs,
-    check_layout,
-    check_mask,
+from dtransformer.layers.attention_core import (
+    IMPLEMENTATIONS,
+    attention,
+    implementation_for,
+    reference_attention,
 )
+from dtransformer.layers.attention_inputs import check_inputs, check_layout, check_mask
 from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask
-from dtransformer.layers.base import StreamLayer, check_rate, register
-from dtransformer.layers.cached_attention import insert_position, next_positions, prefix_cache
+from dtransformer.layers.attention_options import AttentionOptions
+from dtransformer.layers.base import StreamLayer, check_rate, decoding_method, register
+from dtransformer.layers.cached_attention import (
+    next_positions,
+    prompt_positions,
+    sequence_positions,
+    visible_entries,
+)
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
-from dtransformer.layers.norm import make_norm
+from dtransformer.layers.norm import QKNorm
 from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias
-from dtransformer.layers.rotary import attention_factor, query_factor, rotary_frequencies, rotate
-from dtransformer.parallel.decoding import cache as kv_cache
+from dtransformer.layers.rotary import Rotary
+from dtransformer.parallel.decoding.cache import KVCache, one_by_one, side_by_side
+from dtransformer.parallel.mesh.axis_rules import override_rules
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.heads import project_to_heads
@@ -37,6 +47,10 @@ class MultiHeadAttention(StreamLayer):
     positions have probability exactly 0. A query with no visible key returns zeros, before the
     output bias.
 
+    `call` attends from all queries to all keys. To generate, `prefill` starts a cache with a prompt
+    or `init_cache` without one, and `decode_step` adds one position per call. `project_memory` and
+    `attend_to_memory` do the same for cross-attention.
+
     Reference: [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762), section 3.2;
     [Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3
 
@@ -53,13 +67,9 @@ class MultiHeadAttention(StreamLayer):
         use_bias: Boolean, whether projections have a bias. Defaults to `True`.
         qkv_bias: Boolean, whether the projections of queries, keys and values have a bias. Defaults
             to `use_bias`.
-        rotary_base: Float. Base of the rotary position embedding, see `rotary_frequencies`.
-            Defaults to `None`, which disables it.
-        rotary_fraction: Float. Fraction of the features to rotate. Defaults to `1.0`.
-        rotary_scaling: Dictionary. Extension of the rotary embedding to longer sequences, see
-            `rotary_frequencies`. Defaults to `None`.
-        causal: Boolean, whether to hide later positions. With a cache they are always hidden.
-            Defaults to `False`.
+        rotary: `Rotary`, or a dictionary of its fields. Defaults to `None`, which disables rotary
+            positions.
+        causal: Boolean, whether `call` and `prefill` hide later positions. Defaults to `False`.
         window: Integer. Sliding-window size, see `is_near`. `None` disables it (default).
         alibi: Boolean, whether to add the ALiBi bias to scores. Defaults to `False`.
         relative_max_distance: Integer. Largest distance that T5's relative positions distinguish,
@@ -67,12 +77,7 @@ class MultiHeadAttention(StreamLayer):
         query_scale: Float. Factor of the queries. The kernel initializer compensates for it, so
             initial scores do not depend on it. Defaults to 1 / √d.
         soft_cap: Float c. Replaces a score x by c·tanh(x / c). `None` disables it (default).
-        qk_norm: Name of a norm, see `make_norm`. Normalizes each head of queries and keys before
-            the rotary embedding ([Henry et al., 2020](https://arxiv.org/abs/2010.04245)).
-            `"rms_norm_all_heads"` normalizes over all heads. `None` disables it (default).
-        qk_norm_epsilon: Float. Epsilon of these norms. Defaults to the norm's default.
-        qk_norm_after_rotary: Boolean, whether these norms follow the rotary embedding, as in
-            HunYuan. Defaults to `False`.
+        qk_norm: `QKNorm`, or a dictionary of its fields. Defaults to `None`, which disables it.
         sinks: Boolean, whether heads learn an attention sink, see `attention`. Defaults to `False`.
         implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`, see `attention`.
             Defaults to `"auto"`.
@@ -83,19 +88,11 @@ class MultiHeadAttention(StreamLayer):
         attention_mask: Boolean or 0/1 tensor of shape `[b, t]`, `[b, s, t]`, `[b, 1, t]` or
             `[b, n, s, t]`, 1 where a query may attend; or `Segments`. Defaults to the Keras mask of
             `key`.
-        cache: Dictionary with the keys and values of earlier calls. With a cache from `init_cache`
-            the layer is self-attention: it inserts one new position (s = 1) at `cache["index"]` and
-            hides later positions. With a cache from `project_memory`, `key` and `value` may be
-            `None`, and the query may have k rows per memory row. An empty dictionary starts a
-            sequence: the call attends as without a cache and returns a cache with `"prefix_key"`
-            and `"prefix_value"` of shape `[b, m, p, d]`. Merged with the cache of `init_cache`,
-            these p positions come before the positions of all k hypotheses.
-        prefix_mask: Boolean tensor of shape `[b, p]`, True for visible prefix positions.
         position_table: Tensor of shape `[r, n]`, the table of T5's relative positions.
         training: Boolean, whether to apply dropout.
 
     Output shape:
-        `[b, s, h]`. With a cache, an `(output, cache)` tuple with the cache for the next call.
+        `[b, s, h]`
 
     Raises:
         ValueError: If the head sizes do not divide each other or the parallel config cannot shard
@@ -120,18 +117,14 @@ class MultiHeadAttention(StreamLayer):
         head_dim: int | None = None,
         use_bias: bool = True,
         qkv_bias: bool | None = None,
-        rotary_base: float | None = None,
-        rotary_fraction: float = 1.0,
-        rotary_scaling: dict | None = None,
+        rotary: Rotary | dict | None = None,
         causal: bool = False,
         window: int | None = None,
         alibi: bool = False,
         relative_max_distance: int = 128,
         query_scale: float | None = None,
         soft_cap: float | None = None,
-        qk_norm: str | None = None,
-        qk_norm_epsilon: float | None = None,
-        qk_norm_after_rotary: bool = False,
+        qk_norm: QKNorm | dict | None = None,
         sinks: bool = False,
         implementation: str = "auto",
         **kwargs,
@@ -148,20 +141,15 @@ class MultiHeadAttention(StreamLayer):
             raise ValueError(f"`num_kv_heads={num_kv_heads}` must divide `num_heads={num_heads}`.")
         self.use_bias = use_bias
         self.qkv_bias = use_bias if qkv_bias is None else qkv_bias
-        self.rotary_base = rotary_base
-        self.rotary_fraction = rotary_fraction
-        self.rotary_scaling = rotary_scaling
-        self.set_rotary(self.head_dim)
+        self.rotary = Rotary(**rotary) if isinstance(rotary, Mapping) else rotary
+        self.qk_norm = QKNorm(**qk_norm) if isinstance(qk_norm, Mapping) else qk_norm
         self.causal = causal
         self.alibi = alibi
         self.window = None if window is None else check_int("window", window)
         self.relative_max_distance = check_int("relative_max_distance", relative_max_distance)
         self.query_scale = query_scale
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
-        self.qk_norm = qk_norm
-        self.qk_norm_epsilon = qk_norm_epsilon
         self.sinks = sinks
-        self.qk_norm_after_rotary = qk_norm_after_rotary
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"`implementation` must be one of {names}, got {implementation!r}.")
@@ -176,19 +164,29 @@ class MultiHeadAttention(StreamLayer):
             attention_dropout_rate, dtype=policy, name="attention_dropout"
         )
         self.hidden_dropout = Dropout(hidden_dropout_rate, dtype=policy, name="hidden_dropout")
-        self.query_norm = self.key_norm = None
-        if qk_norm is not None:
-            self.query_norm, self.key_norm = (
-                make_norm(qk_norm, qk_norm_epsilon, dtype=policy, name=f"{name}_norm")
-                for name in ("query", "key")
-            )
+        self.query_norm = None
+        self.key_norm = None
+        if self.qk_norm is not None:
+            self.query_norm = self.qk_norm.make_layer("query_norm", policy)
+            self.key_norm = self.qk_norm.make_layer("key_norm", policy)
+        if self.rotary is not None:
+            self.rotary.frequencies(self.num_rotary_features)  # Raises for invalid options.
 
-    def set_rotary(self, num_features: int) -> None:
-        """Compute the rotary angles for `num_features` features per head, if enabled."""
-        if self.rotary_base is not None:
-            rotary = self.rotary_base, self.rotary_fraction, self.rotary_scaling
-            self._frequencies = rotary_frequencies(num_features, *rotary)
-            self._rotary_factor = attention_factor(self.rotary_scaling)
+    @classmethod
+    def from_config(cls, config: dict) -> "MultiHeadAttention":
+        """Return a layer from its config, which may have the flat options of earlier versions."""
+        return super().from_config(with_attention_objects(config))
+
+    @property
+    def num_rotary_features(self) -> int:
+        """Number of leading features per head that have rotary positions."""
+        return self.head_dim
+
+    @property
+    def depends_on_start(self) -> bool:
+        """True if scores depend on absolute positions, not only on distances."""
+        has_absolute_rotary = self.rotary is not None and bool(self.rotary.query_beta)
+        return has_absolute_rotary or (self.qk_norm is not None and self.qk_norm.after_rotary)
 
     def add_projections(self) -> None:
         """Add the weights of the projections of queries, keys and values."""
@@ -236,60 +234,159 @@ class MultiHeadAttention(StreamLayer):
             )
         self.attention_dropout.build((None, n, None, None))
         self.hidden_dropout.build(query_shape)
-        for norm in filter(None, (self.query_norm, self.key_norm)):
-            norm.build((None, n if norm is self.query_norm else m, None, self.head_dim))
+        if self.qk_norm is not None:
+            self.query_norm.build((None, n, None, self.head_dim))
+            self.key_norm.build((None, m, None, self.head_dim))
 
     def call(
         self,
         query: tf.Tensor,
-        key: tf.Tensor | None,
-        value: tf.Tensor | None,
+        key: tf.Tensor,
+        value: tf.Tensor,
         attention_mask: tf.Tensor | Segments | None = None,
-        cache: dict | None = None,
-        prefix_mask: tf.Tensor | None = None,
         position_table: tf.Tensor | None = None,
         training: bool = False,
-    ) -> tf.Tensor | tuple[tf.Tensor, dict]:
-        if cache is None:
-            attention_mask = mask_or_keras_mask(attention_mask, key)
+    ) -> tf.Tensor:
+        attention_mask = mask_or_keras_mask(attention_mask, key)
         check_inputs(self.hidden_size, query, key, value)
-        decodes = bool(cache)
-        if not decodes:
-            check_mask(attention_mask, query, key.shape[1], self.num_heads)
-        if not decodes or "index" in cache:
-            q, k, v = self._project({"query": query, "key": key, "value": value})
-            masks = attention_mask, prefix_mask
-            if not self.qk_norm_after_rotary:
-                q, k = self._normalize_heads(q, k)
-            q, k = self._apply_rotary(q, k, cache, masks)
-            if self.qk_norm_after_rotary:
-                q, k = self._normalize_heads(q, k)
-            if decodes:
-                bias = self._bias(position_table)
-                cache, *attended = insert_position(cache, k, v, *masks, self.window, bias)
-            elif cache is not None:
-                cache = prefix_cache(k, v, self.window)
-        else:
+        check_mask(attention_mask, query, key.shape[1], self.num_heads)
+        q, k, v = self._project({"query": query, "key": key, "value": value})
+        positions = None
+        if self.rotary is not None:
+            positions = sequence_positions(query, attention_mask, self.depends_on_start)
+        q, k = self._add_positions(q, k, positions)
+        context = self._attend(q, k, v, attention_mask, position_table, training)
+        return self._project_output(tf.transpose(context, [0, 2, 1, 3]), training)
+
+    @decoding_method
+    def prefill(
+        self,
+        inputs: tf.Tensor,
+        capacity: int | tf.Tensor,
+        attention_mask: tf.Tensor | Segments | None = None,
+        num_hypotheses: int = 1,
+        position_table: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, KVCache]:
+        """Compute self-attention of prompts and start a cache that contains them.
+
+        Args:
+            inputs: Tensor of shape `[b, p, h]`, aligned at the end.
+            capacity, num_hypotheses: Room after the prompts, see `init_cache`.
+            attention_mask, position_table: See the call arguments.
+
+        Returns:
+            An `(output, cache)` tuple: a tensor of shape `[b, p, h]` and a `KVCache`.
+        """
+        check_inputs(self.hidden_size, inputs, inputs, inputs)
+        check_mask(attention_mask, inputs, inputs.shape[1], self.num_heads)
+        q, k, v = self._project({"query": inputs, "key": inputs, "value": inputs})
+        positions = None
+        if self.rotary is not None:
+            positions = prompt_positions(inputs, attention_mask, self.depends_on_start)
+        q, k = self._add_positions(q, k, positions)
+        cache = self.init_cache(static_or_dynamic_shape(inputs)[0], capacity, num_hypotheses)
+        cache = cache.with_prompt(k, v, self.window)
+        context = self._attend(q, k, v, attention_mask, position_table)
+        return self._project_output(tf.transpose(context, [0, 2, 1, 3])), cache
+
+    @decoding_method
+    def decode_step(
+        self,
+        inputs: tf.Tensor,
+        cache: KVCache,
+        mask: tf.Tensor | None = None,
+        prompt_mask: tf.Tensor | None = None,
+        position_table: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, KVCache]:
+        """Compute self-attention of the next position. Earlier positions are in the cache.
+
+        Args:
+            inputs: Tensor of shape `[b·k, 1, h]`: the next position of k hypotheses per source.
+            cache: `KVCache` from `prefill`, `init_cache` or the previous step.
+            mask: Bool tensor of shape `[b, k, capacity·k]`, see `init_cache`. `None` shows all
+                entries (default).
+            prompt_mask: Bool tensor of shape `[b, p]`, True for visible positions of the prompt.
+                `None` shows all (default).
+            position_table: See the call arguments.
+
+        Returns:
+            An `(output, cache)` tuple: a tensor of shape `[b·k, 1, h]` and the next `KVCache`.
+
+        Raises:
+            ValueError: If there is more than one position.
+        """
+        check_inputs(self.hidden_size, inputs, None, None)
+        if inputs.shape[1] not in (None, 1):
+            raise ValueError(
+                f"`decode_step` takes one position, got {inputs.shape[1]}. Use `prefill` for more."
+            )
+        q, k, v = self._project({"query": inputs, "key": inputs, "value": inputs})
+        positions = None
+        if self.rotary is not None:
+            positions = next_positions(inputs, cache, prompt_mask, self.depends_on_start)
+        q, k = self._add_positions(q, k, positions)
+        b = static_or_dynamic_shape(cache.key)[0]
+        num_hypotheses = static_or_dynamic_shape(inputs)[0] // b
+        visible, entry_positions = visible_entries(
+            cache, num_hypotheses, mask, prompt_mask, self.window
+        )
+        bias = self._bias(position_table)
+        if bias is not None:
+            bias = bias.at_positions(tf.reshape(cache.index, [1]), entry_positions)
+        cache = cache.insert(k, v)
+        return self._attend_to_cache(q, cache, visible, bias, 1), cache
+
+    def attend_to_memory(
+        self, query: tf.Tensor, memory: KVCache, mask: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """Compute cross-attention to a memory whose keys and values are known.
+
+        Args:
+            query: Tensor of shape `[b·k, s, h]`, with k rows per row of the memory.
+            memory: `KVCache` from `project_memory`.
+            mask: Mask of the memory, see the call arguments.
+
+        Returns:
+            A tensor of shape `[b·k, s, h]`.
+        """
+        check_inputs(self.hidden_size, query, None, None)
+        query = tf.cast(query, self.compute_dtype)
+        num_queries = static_or_dynamic_shape(query)[1]
+        with override_rules(self._sharding_rules):
             (q,) = self._project({"query": query})
-            attended = [cache["key"]], [cache["value"]], attention_mask, None
-        scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
-        q = elementwise.scale(q, tf.cast(scale, q.dtype)) if scale != 1 else q
-        if decodes:
-            q = kv_cache.side_by_side(q, static_or_dynamic_shape(attended[0][0])[0])
-            context = self._attend(q, *attended)
-        else:
-            context = self._attend_without_cache(q, k, v, attention_mask, position_table, training)
-        # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [batch, length,
-        # embed]
-        if decodes:
-            context = kv_cache.one_by_one(context, static_or_dynamic_shape(query)[1])
-        else:
-            context = tf.transpose(context, [0, 2, 1, 3])
-        output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
-        if self.use_bias:
-            output = add_bias(output, self.output_bias)
-        output = self.hidden_dropout(output, training=training)
-        return output if cache is None else (output, cache)
+            return self._attend_to_cache(q, memory, mask, None, num_queries)
+
+    def init_cache(
+        self, batch_size: int | tf.Tensor, capacity: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> KVCache:
+        """Return an empty cache for self-attention.
+
+        With a window, the cache holds at most a window of positions per hypothesis.
+
+        Args:
+            batch_size: Integer. Number b of sources.
+            capacity: Integer. Maximum number of positions.
+            num_hypotheses: Integer. Number k of sequences per source, in consecutive rows of the
+                inputs `[b·k, 1, h]`. Each sequence attends to the entries of its source that the
+                mask `[b, k, capacity·k]` allows. Entry p·k + c is position p of sequence c.
+                Defaults to `1`.
+        """
+        if self.window is not None:
+            minimum = min if isinstance(capacity, int) else tf.minimum
+            capacity = minimum(capacity, self.window)
+        shape = [batch_size, self.num_kv_heads, capacity * num_hypotheses, self.head_dim]
+        return KVCache.empty(shape, self.compute_dtype)
+
+    def project_memory(self, memory: tf.Tensor) -> KVCache:
+        """Return the keys and values of a memory, for cross-attention.
+
+        Args:
+            memory: Tensor of shape `[b, t, h]`.
+        """
+        memory = tf.cast(memory, self.compute_dtype)
+        with override_rules(self._sharding_rules):
+            k, v = self._project({"key": memory, "value": memory})
+        return KVCache(k, v)
 
     def _project(self, inputs):
         """Return the queries, keys and values in `inputs`, each `[b, heads, length, head_dim]`.
@@ -301,105 +398,105 @@ class MultiHeadAttention(StreamLayer):
             names_by_input.setdefault(id(x), []).append(name)
         heads = {}
         for names in names_by_input.values():
+            x = inputs[names[0]]
             kernels = [getattr(self, f"{name}_kernel") for name in names]
             biases = [getattr(self, f"{name}_bias") for name in names]
-            heads.update(zip(names, project_to_heads(inputs[names[0]], kernels, biases)))
+            heads.update(zip(names, project_to_heads(x, kernels, biases), strict=True))
         return [heads[name] for name in inputs]
 
-    def _apply_rotary(self, q, k, cache, masks):
-        """Apply the rotary embedding to queries and keys at the next positions of a sequence."""
-        if self.rotary_base is None:
-            return q, k
-        beta = (self.rotary_scaling or {}).get("llama_4_scaling_beta")
-        # The result then depends on absolute positions.
-        in_texts = bool(beta) or self.qk_norm_after_rotary
-        positions = next_positions(q, cache, *masks, in_texts)
-        q, k = [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
-        if beta:
-            factor = query_factor(positions, self.rotary_scaling)
-            q = elementwise.scale(q, tf.cast(factor, q.dtype)[:, None, :, None])
+    def _add_positions(self, q, k, positions):
+        """Normalize each head and apply the rotary embedding, in the configured order."""
+        norm_is_last = self.qk_norm is not None and self.qk_norm.after_rotary
+        if self.qk_norm is not None and not norm_is_last:
+            q = self.query_norm(q)
+            k = self.key_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary.apply(q, k, positions, self.num_rotary_features)
+        if norm_is_last:
+            q = self.query_norm(q)
+            k = self.key_norm(k)
         return q, k
 
-    def _normalize_heads(self, q, k):
-        if self.query_norm is None:
-            return q, k
-        return self.query_norm(q), self.key_norm(k)
+    def _scale_queries(self, q):
+        scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+        return q if scale == 1 else elementwise.scale(q, tf.cast(scale, q.dtype))
 
-    def _attend_without_cache(self, q, k, v, mask, table, training):
-        """Attend from all queries to all keys, without a cache."""
+    def _attend(self, q, k, v, mask, table, training=False):
+        """Attend from all queries to all keys."""
+        q = self._scale_queries(q)
         options = {
+            "mask": mask,
             "causal": self.causal,
             "window": self.window,
             "dropout": self.attention_dropout.masks(training),
+            "soft_cap": self.soft_cap,
+            "softmax_compute_type": self.softmax_compute_type,
         }
 
         def attend(q, k, v, *tables):
-            return self._attend(q, [k], [v], mask, self._bias(*tables), **options)
+            bias = self._bias(*tables)
+            return attention(
+                q, k, v, self.implementation, bias=bias, sinks=self._sinks(), **options
+            )
 
         tensors = [q, k, v] if table is None else [q, k, v, table]
         if self.recomputes and training:
-            choice = {"soft_cap": self.soft_cap, "softmax_compute_type": self.softmax_compute_type}
-            choice |= {"mask": mask, "bias": self.alibi or table is not None, **options}
-            if implementation_for(self.implementation, q, k, **choice) == "reference":
+            has_bias = self.alibi or table is not None
+            chosen = implementation_for(self.implementation, q, k, bias=has_bias, **options)
+            # Other implementations store no scores.
+            if chosen == "reference":
                 weights = [self.sink_scores] if self.sinks else []
-                # Other implementations store no scores.
                 return recomputed(attend, tensors, weights)
         return attend(*tensors)
 
-    def _attend(self, q, keys, values, mask, bias, **options):
-        return attention(
-            q,
-            keys,
-            values,
+    def _attend_to_cache(self, q, cache, mask, bias, num_queries):
+        """Attend from the queries of all hypotheses to the entries of a cache."""
+        q = self._scale_queries(q)
+        q = side_by_side(q, static_or_dynamic_shape(cache.key)[0])
+        options = AttentionOptions(
             mask,
             bias,
             soft_cap=self.soft_cap,
             softmax_compute_type=self.softmax_compute_type,
-            implementation=self.implementation if options else "reference",
-            sinks=tf.convert_to_tensor(self.sink_scores) if self.sinks else None,
-            **options,
+            sinks=self._sinks(),
         )
+        context = reference_attention(q, cache.keys, cache.values, options)
+        return self._project_output(one_by_one(context, num_queries))
+
+    def _project_output(self, context, training=False):
+        """Project the contexts of all heads `[b, s, n, d]` to the output `[b, s, h]`."""
+        if self.value_dim != self.head_dim:
+            context = context[..., : self.value_dim]
+        output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
+        if self.use_bias:
+            output = add_bias(output, self.output_bias)
+        return self.hidden_dropout(output, training=training)
+
+    def _sinks(self):
+        return tf.convert_to_tensor(self.sink_scores) if self.sinks else None
 
     def _bias(self, table=None) -> PositionBias | None:
         if table is not None:
             return relative_bias(table, self.relative_max_distance, self.causal)
         return alibi(self.num_heads) if self.alibi else None
 
-    def init_cache(
-        self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
-    ) -> dict[str, tf.Tensor]:
-        """Return an empty cache for self-attention.
 
-        With a window, the cache holds at most a window of positions per hypothesis.
+def with_attention_objects(arguments: Mapping) -> dict:
+    """Return arguments with `Rotary` and `QKNorm` objects instead of a network's flat options.
 
-        Args:
-            batch_size: Integer. Number b of sources.
-            max_length: Integer. Maximum number of positions.
-            num_hypotheses: Integer. Number k of sequences per source, in consecutive rows of the
-                queries `[b·k, s, h]`. Each sequence attends to the entries of its source that the
-                mask `[b, k, max_length·k]` allows. Entry p·k + c is position p of sequence c.
-                Defaults to `1`.
-
-        Returns:
-            A dictionary with `"key"` and `"value"` of shape `[b, m, max_length·k, d]`, and
-            `"index"`, an int32 scalar: the number of positions inserted so far.
-        """
-        if self.window is not None:
-            minimum = min if isinstance(max_length, int) else tf.minimum
-            max_length = minimum(max_length, self.window)
-        shape = [batch_size, self.num_kv_heads, max_length * num_hypotheses, self.head_dim]
-        key, value = (kv_cache.empty(shape, self.compute_dtype) for _ in range(2))
-        return {"key": key, "value": value, "index": tf.constant(0)}
-
-    def project_memory(self, memory: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return a cache with the keys and values of a fixed memory, for cross-attention.
-
-        Args:
-            memory: Tensor of shape `[b, t, h]`.
-
-        Returns:
-            A dictionary with `"key"` and `"value"` of shape `[b, m, t, d]`.
-        """
-        memory = tf.cast(memory, self.compute_dtype)
-        k, v = self._project({"key": memory, "value": memory})
-        return {"key": k, "value": v}
+    Args:
+        arguments: Mapping with arguments of `MultiHeadAttention`, and possibly `rotary_base`,
+            `rotary_fraction`, `rotary_scaling`, `qk_norm` (a name), `qk_norm_epsilon` and
+            `qk_norm_after_rotary`.
+    """
+    result = dict(arguments)
+    fraction = result.pop("rotary_fraction", 1.0)
+    scaling = result.pop("rotary_scaling", None)
+    if "rotary_base" in result:
+        base = result.pop("rotary_base")
+        result["rotary"] = None if base is None else Rotary(base, fraction, scaling)
+    epsilon = result.pop("qk_norm_epsilon", None)
+    after_rotary = result.pop("qk_norm_after_rotary", False)
+    if isinstance(result.get("qk_norm"), str):
+        result["qk_norm"] = QKNorm(result["qk_norm"], epsilon, after_rotary)
+    return result

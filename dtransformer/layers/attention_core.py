@@ -6,11 +6,10 @@ import warnings
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.attention_mask import Segments, allowed
+from dtransformer.layers.attention_mask import allowed
 from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.blockwise_attention import ALL_POSITIONS, blockwise_attention
 from dtransformer.layers.cudnn_attention import auto_uses_cudnn, cudnn_attention, cudnn_obstacle
-from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.elementwise import add_to_rows, apply_soft_cap, scale, select
 from dtransformer.layers.online_softmax import attention_context, attention_scores, per_head
 from dtransformer.layers.position_bias import PositionBias
@@ -24,18 +23,7 @@ _MIN_BLOCKWISE_SCORES = 2048 * 1024
 
 
 def attention(
-    q: tf.Tensor,
-    keys: list[tf.Tensor],
-    values: list[tf.Tensor],
-    mask: tf.Tensor | Segments | None = None,
-    bias: tf.Tensor | PositionBias | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    dropout: DropoutMasks | None = None,
-    softmax_compute_type: str = "float32",
-    implementation: str = "auto",
-    sinks: tf.Tensor | None = None,
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, implementation: str = "auto", **options
 ) -> tf.Tensor:
     """Return the attention outputs of queries that are already scaled.
 
@@ -46,87 +34,89 @@ def attention(
 
     Args:
         q: Tensor of shape `[b, n, s, d]`, scaled.
-        keys: List of tensors of shape `[b, m, t, d]` with consecutive positions, so the parts of a
-            cache need not be concatenated. m must divide n.
-        values: List of tensors of shape `[b, m, t, d]`, one per tensor in `keys`.
-        mask: Boolean or 0/1 tensor of shape `[b, t]`, `[b, s, t]`, `[b, 1, t]` or
-            `[b, n or 1, s, t]`, 1 where a query may attend; or `Segments`. t counts all positions
-            in `keys`. `None` masks nothing (default).
-        bias: `PositionBias`, or a tensor of shape `[n or 1, s or 1, t]`, added to scores. A tensor,
-            or more than one tensor in `keys`, selects the reference implementation. Defaults to
-            `None`.
-        causal: Boolean, whether to hide later positions. Queries and keys start at the same
-            position. Defaults to `False`.
-        window: Integer. Sliding-window size, see `is_near`. `None` disables it (default).
-        soft_cap: Float c. Replaces a score x by c·tanh(x / c) before masking
-            ([Gemma Team, 2024](https://arxiv.org/abs/2408.00118), section 2). `None` disables it
-            (default).
-        dropout: `DropoutMasks` of the probabilities, one mask per block of queries, see
-            `ContextPlan.seen`. `None` disables dropout (default).
-        softmax_compute_type: Type of the softmax. Defaults to `"float32"`.
+        k, v: Tensors of shape `[b, m, t, d]`. m must divide n.
         implementation: `"reference"` stores all scores. `"blockwise"` stores none and computes them
             again in the backward pass. `"cudnn"` uses cuDNN's fused kernels, or blocks with a
             warning if cuDNN does not support the options. `"auto"` uses cuDNN on GPUs, or warns and
             continues without it, and selects blocks from `_MIN_BLOCKWISE_SCORES` scores per head.
             Sharded sequences use blocks unless the implementation is `"reference"`. Defaults to
             `"auto"`.
-        sinks: Tensor of shape `[n]` with one extra score per head. It takes part in the softmax and
-            adds nothing to the output ([Xiao et al., 2023](https://arxiv.org/abs/2309.17453),
-            section 3.3; gpt-oss). Defaults to `None`.
+        **options: Fields of `AttentionOptions`.
 
     Returns:
         A tensor of shape `[b, n, s, d]`.
     """
-    options = AttentionOptions(
-        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type, sinks
-    )
-    if len(keys) > 1 or isinstance(bias, tf.Tensor):
-        implementation = "reference"
+    options = AttentionOptions(**options)
     if implementation != "reference":
-        exchange = context_exchange(q, keys[0], options.reach[0], bias is not None)
+        exchange = context_exchange(q, k, options.reach[0], options.bias is not None)
         if exchange is not None:
-            return blockwise_attention(exchange, q, keys[0], values[0], options)
-    chosen = implementation_for(implementation, q, keys[0], **vars(options))
+            return blockwise_attention(exchange, q, k, v, options)
+    chosen = implementation_for(implementation, q, k, **vars(options))
     if chosen == "cudnn":
-        return cudnn_attention(q, keys[0], values[0], options)
+        return cudnn_attention(q, k, v, options)
     if chosen == "blockwise":
-        exchange = LocalExchange(q.shape[2], keys[0].shape[2])
-        return blockwise_attention(exchange, q, keys[0], values[0], options)
-    scores = [attention_scores(q, k) for k in keys]
-    scores = _concat(scores, axis=-1)
-    scores = constrain_both(scores, ("batch", "heads", None, "memory_length"))
-    scores = tf.cast(scores, softmax_compute_type)
-    if soft_cap is not None:
-        scores = apply_soft_cap(scores, soft_cap)
+        return blockwise_attention(LocalExchange(q.shape[2], k.shape[2]), q, k, v, options)
+    return reference_attention(q, [k], [v], options)
+
+
+def reference_attention(
+    q: tf.Tensor, keys: list[tf.Tensor], values: list[tf.Tensor], options: AttentionOptions
+) -> tf.Tensor:
+    """Return the attention outputs of queries. All scores are stored for the backward pass.
+
+    Args:
+        q: Tensor of shape `[b, n, s, d]`, scaled.
+        keys: List of tensors of shape `[b, m, t, d]` with consecutive positions, so the parts of a
+            cache need not be concatenated.
+        values: List of tensors of shape `[b, m, t, d]`, one per tensor in `keys`.
+        options: `AttentionOptions`. Masks and biases count the positions of all tensors in `keys`.
+
+    Returns:
+        A tensor of shape `[b, n, s, d]`.
+    """
+    scores = _reference_scores(q, keys, options)
     s, t = static_or_dynamic_shape(scores)[2:]
-    if bias is not None:
-        if isinstance(bias, PositionBias):
-            bias = tf.cast(bias.block(bias.tensors, 0, s, 0, t), scores.dtype)
-            scores = add_to_rows(scores, bias)
-        else:
-            scores += tf.cast(bias, scores.dtype)
-    visible = allowed(mask, options.near(tf.range(s), tf.range(t)))
-    any_visible = None
+    visible = allowed(options.mask, options.near(tf.range(s), tf.range(t)))
     if visible is not None:
         scores = select(visible, scores, scores.dtype.min)
-    if mask is not None:
-        any_visible = tf.reduce_any(visible, axis=-1, keepdims=True)
     probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
-    if dropout is not None:
-        probabilities = _drop_by_rows(dropout, probabilities, *options.reach)
-    probabilities = [probabilities]
-    if len(values) > 1:
-        sizes = [static_or_dynamic_shape(v)[2] for v in values]
-        probabilities = tf.split(probabilities[0], sizes, axis=-1)
-    parts = [attention_context(p, v) for p, v in zip(probabilities, values)]
-    context = parts[0] if len(parts) == 1 else tf.add_n(parts)
-    if sinks is not None:
+    if options.dropout is not None:
+        probabilities = _drop_by_rows(options.dropout, probabilities, *options.reach)
+    context = _weighted_sum(probabilities, values)
+    if options.sinks is not None:
         sums = tf.reduce_logsumexp(scores, axis=-1, keepdims=True)
-        kept_fraction = tf.sigmoid(sums - tf.cast(per_head(sinks), sums.dtype))
+        kept_fraction = tf.sigmoid(sums - tf.cast(per_head(options.sinks), sums.dtype))
         context *= tf.cast(kept_fraction, context.dtype)
-    if any_visible is not None:
+    if options.mask is not None:
+        any_visible = tf.reduce_any(visible, axis=-1, keepdims=True)
         context = scale(context, tf.cast(any_visible, context.dtype))
     return constrain_both(context, ("batch", "heads", None, "head_dim"))
+
+
+def _reference_scores(q, keys, options):
+    """Return all scores `[b, n, s, t]` in the softmax type, with soft cap and bias."""
+    scores = _concat([attention_scores(q, k) for k in keys], axis=-1)
+    scores = constrain_both(scores, ("batch", "heads", None, "memory_length"))
+    scores = tf.cast(scores, options.softmax_compute_type)
+    if options.soft_cap is not None:
+        scores = apply_soft_cap(scores, options.soft_cap)
+    bias = options.bias
+    if bias is None:
+        return scores
+    if not isinstance(bias, PositionBias):
+        return scores + tf.cast(bias, scores.dtype)
+    s, t = static_or_dynamic_shape(scores)[2:]
+    bias = tf.cast(bias.block(bias.tensors, 0, s, 0, t), scores.dtype)
+    return add_to_rows(scores, bias)
+
+
+def _weighted_sum(probabilities, values):
+    """Return the sum of all values, weighted by probabilities `[b, n, s, t]`."""
+    if len(values) == 1:
+        return attention_context(probabilities, values[0])
+    sizes = [static_or_dynamic_shape(v)[2] for v in values]
+    parts = tf.split(probabilities, sizes, axis=-1)
+    return tf.add_n([attention_context(p, v) for p, v in zip(parts, values, strict=True)])
 
 
 def implementation_for(implementation: str, q: tf.Tensor, k: tf.Tensor, **options) -> str:
@@ -205,9 +195,8 @@ def _drop_by_rows(dropout, probabilities, causal, window):
         row = probabilities[:, :, first:last]
         visible = row[..., start:end]
         visible = dropout.drop(visible, dropout.kept(visible, index))
-        rows.append(
-            _concat([x for x in (row[..., :start], visible, row[..., end:]) if x.shape[3]], 3)
-        )
+        parts = [row[..., :start], visible, row[..., end:]]
+        rows.append(_concat([part for part in parts if part.shape[3]], axis=3))
     return _concat(rows, axis=2)
 
 

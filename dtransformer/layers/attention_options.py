@@ -16,9 +16,24 @@ class AttentionOptions:
     """Options of one attention.
 
     Args:
-        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type, sinks: See
-            `attention_core.attention`. To choose an implementation, `bias` may be a boolean:
-            whether there is a bias.
+        mask: Boolean or 0/1 tensor of shape `[b, t]`, `[b, s, t]`, `[b, 1, t]` or
+            `[b, n or 1, s, t]`, 1 where a query may attend; or `Segments`. `None` masks nothing
+            (default).
+        bias: `PositionBias`, or for the reference implementation a tensor of shape
+            `[n or 1, s or 1, t]`, added to scores. To choose an implementation, a boolean: whether
+            there is a bias. Defaults to `None`.
+        causal: Boolean, whether to hide later positions. Queries and keys start at the same
+            position. Defaults to `False`.
+        window: Integer. Sliding-window size, see `is_near`. `None` disables it (default).
+        soft_cap: Float c. Replaces a score x by c·tanh(x / c) before masking
+            ([Gemma Team, 2024](https://arxiv.org/abs/2408.00118), section 2). `None` disables it
+            (default).
+        dropout: `DropoutMasks` of the probabilities, one mask per block of queries, see
+            `ContextPlan.seen`. `None` disables dropout (default).
+        softmax_compute_type: Type of the softmax. Defaults to `"float32"`.
+        sinks: Tensor of shape `[n]` with one extra score per head. It takes part in the softmax and
+            adds nothing to the output ([Xiao et al., 2023](https://arxiv.org/abs/2309.17453),
+            section 3.3; gpt-oss). Defaults to `None`.
     """
 
     mask: tf.Tensor | Segments | None = None

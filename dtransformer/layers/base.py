@@ -3,6 +3,7 @@
 import functools
 import inspect
 import types
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -15,6 +16,7 @@ from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh.axis_rules import check_axes, override_rules
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch, placeholder_outputs
 from dtransformer.parallel.variable_factory import make_variable
 
 register = keras.saving.register_keras_serializable("dtransformer")
@@ -190,6 +192,31 @@ class Layer(KeepsSettings, TakesLowRank):
             [*self._trainable_variables, *self._non_trainable_variables]
         ):
             store[str(index)] = variable.numpy()
+
+
+def decoding_method(method: Callable) -> Callable:
+    """Wrap a layer's `prefill` or `decode_step`, which Keras does not call.
+
+    As in a call of the layer, the first argument is cast to the compute type, the layer's sharding
+    rules apply, and only the layer's pipeline stage computes it. Other stages return a placeholder
+    or a received tensor, and `()` instead of a cache.
+
+    Args:
+        method: Method of a tensor and other arguments that returns an `(output, cache)` tuple. The
+            output has the shape of the tensor.
+    """
+
+    def placeholder(layer, args, kwargs):
+        return placeholder_outputs(layer, args[:1], {}), ()
+
+    @functools.wraps(method)
+    def run(layer, inputs, *args, **kwargs):
+        args = tf.cast(inputs, layer.compute_dtype), *args
+        compute = functools.partial(method, layer)
+        with keras.name_scope(layer.name, caller=layer), override_rules(layer._sharding_rules):
+            return dispatch(layer, compute, args, kwargs, placeholder)
+
+    return run
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from dtransformer.block_forms import (
     has_experts,
 )
 from dtransformer.errors import check_int
-from dtransformer.layers.arguments import check_floating, given_arguments
+from dtransformer.layers.arguments import check_floating, given_arguments, pop_arguments
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import StreamLayer
 from dtransformer.layers.feed_forward import FeedForward
@@ -83,7 +83,8 @@ class TransformerBlock(StreamLayer):
         self.recomputes = config.recompute
         for layer in _compat.flat_layers(self, include_self=False):
             names = [name for name, kind in _SUBLAYERS.items() if isinstance(layer, kind)]
-            layer.recomputes = not config.recompute and any(n in config.select for n in names)
+            is_selected = any(name in config.select for name in names)
+            layer.recomputes = is_selected and not config.recompute
 
     def run_block(
         self, function: Callable, inputs: list[tf.Tensor], masks: list, training: bool
@@ -94,6 +95,10 @@ class TransformerBlock(StreamLayer):
         """
         check_floating("inputs", inputs[0])
         return parallelize.run_block(self, function, inputs, masks, training)
+
+    def compute_output_spec(self, inputs: tf.Tensor, *args, **kwargs) -> keras.KerasTensor:
+        """Return the spec of the output, for the arguments of every method."""
+        return super().compute_output_spec(inputs)
 
 
 class BlockStack(StreamLayer):
@@ -134,16 +139,12 @@ class BlockStack(StreamLayer):
         **layer_arguments,
     ):
         init_arguments = given_arguments(locals())
-        keras_arguments = {
-            key: layer_arguments.pop(key)
-            for key in ("name", "dtype", "trainable")
-            if key in layer_arguments
-        }
-        super().__init__(**keras_arguments)
+        super().__init__(**pop_arguments(layer_arguments, ["name", "dtype", "trainable"]))
         check_int("moe_every", moe_every)
-        excluded = {"layer_arguments", *(["lambda_func"] if lambda_func is None else [])}
-        self.arguments = {name: x for name, x in init_arguments.items() if name not in excluded}
-        self.arguments |= layer_arguments
+        del init_arguments["layer_arguments"]
+        if lambda_func is None:
+            del init_arguments["lambda_func"]
+        self.arguments = {**init_arguments, **layer_arguments}
         self.blocks = [
             self.layer_class(
                 hidden_size,
@@ -184,50 +185,59 @@ class BlockStack(StreamLayer):
             self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
 
     def _block_arguments(self, layer_arguments, index):
-        """Return the arguments of block `number`, with the options of its pattern."""
+        """Return the arguments of a block, with the options of its pattern."""
         pattern = check_pattern(self.arguments["block_pattern"])
-        options = pattern[index % len(pattern)]
-        return {**layer_arguments, **{x: options[x] for x in options if x != "experts"}}
+        options = dict(pattern[index % len(pattern)])
+        options.pop("experts", None)
+        return {**layer_arguments, **options}
 
     def build(self, input_shape: tuple, *args) -> None:
         for layer in [self.position_table, *self.blocks, self.final_norm]:
             if layer is not None and not layer.built:
                 layer.build(input_shape)
 
-    def run_blocks(
-        self, inputs: tf.Tensor, others: list, cache: list[dict] | None, **options
-    ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
+    def run_blocks(self, inputs: tf.Tensor, *args, training: bool = False) -> tf.Tensor:
         """Apply all blocks and the final norm.
 
         Args:
             inputs: Input of the first block.
-            others: List of further positional arguments for each block.
-            cache: List with the cache of each block, or `None`.
-            **options: Keyword arguments for each block.
+            *args: Other arguments of each block.
+            training: Boolean, whether to apply dropout.
+        """
+        options = self._shared_options(inputs)
+        for block in self.blocks:
+            inputs = block(inputs, *args, training=training, **options)
+        return self._normalize(inputs)
+
+    def decode_step(
+        self, inputs: tf.Tensor, caches: list, mask: tf.Tensor | None = None, **options
+    ) -> tuple[tf.Tensor, list]:
+        """Compute the next position of each sequence.
+
+        Args:
+            inputs: Tensor of shape `[b·k, 1, h]`.
+            caches: List with the cache of each block.
+            mask: Mask of the cache's entries, see `MultiHeadAttention.decode_step`.
+            **options: Other arguments of the blocks' `decode_step`.
 
         Returns:
-            The output, or an `(output, caches)` tuple if there is a cache.
+            An `(output, caches)` tuple: a tensor of the input's shape, and the next caches.
         """
-        if self.position_table is not None:
-            options["position_table"] = self.position_table(inputs)
-        new_cache = []
-        for index, block in enumerate(self.blocks):
-            if cache is None:
-                inputs = block(inputs, *others, **options)
-            else:
-                inputs, block_cache = block(inputs, *others, cache=cache[index], **options)
-                new_cache.append(block_cache)
-        outputs = inputs if self.final_norm is None else self.final_norm(inputs)
-        return outputs if cache is None else (outputs, new_cache)
+        options |= self._shared_options(inputs)
+        next_caches = []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            inputs, cache = block.decode_step(inputs, cache, mask, **options)
+            next_caches.append(cache)
+        return self._normalize(inputs), next_caches
 
-    def init_cache(
-        self, source: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
-    ) -> list[dict]:
-        """Return a list with an empty cache for every block.
+    def _shared_options(self, inputs):
+        """Return the arguments of all blocks that come from the stack."""
+        if self.position_table is None:
+            return {}
+        return {"position_table": self.position_table(inputs)}
 
-        See `TransformerEncoderLayer.init_cache` for the arguments.
-        """
-        return [block.init_cache(source, max_length, num_hypotheses) for block in self.blocks]
+    def _normalize(self, outputs):
+        return outputs if self.final_norm is None else self.final_norm(outputs)
 
 
 def place_blocks(blocks, lambda_func, offset=0, network_layers=None):

@@ -1,12 +1,29 @@
 """Transformer decoder: a block and a stack of blocks."""
 
+from typing import NamedTuple
+
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask
-from dtransformer.layers.base import register
+from dtransformer.layers.base import decoding_method, register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
+from dtransformer.parallel.decoding.cache import KVCache
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.zero.units import start_unit
+
+
+class DecoderCache(NamedTuple):
+    """Cache of a decoder block.
+
+    Args:
+        targets: `KVCache` of the target positions, for self-attention.
+        memory: `KVCache` of the memory, for cross-attention.
+    """
+
+    targets: KVCache
+    memory: KVCache
 
 
 @register
@@ -33,16 +50,15 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         decoder_mask: Boolean or 0/1 tensor of shape `[b, t, t]`, 1 where a position may attend to
             another; or `Segments`. Unless the layer is `causal`, use a mask from `AttentionMask`.
             Defaults to the Keras mask of `inputs`.
-        encoder_output: Memory tensor of shape `[b, s, h]`. Ignored with a cache.
+        encoder_output: Memory tensor of shape `[b, s, h]`.
         memory_mask: Boolean or 0/1 tensor of shape `[b, s]`, `[b, 1, s]` or `[b, t, s]`, 1 for
             visible positions of the memory; or `Segments`. Defaults to the Keras mask of
             `encoder_output`.
-        cache: Dictionary from `init_cache`.
         position_table: See `TransformerEncoderLayer`.
         training: Boolean, whether to apply dropout.
 
     Output shape:
-        `[b, t, h]`. With a cache, an `(output, cache)` tuple with the cache for the next call.
+        `[b, t, h]`
 
     Raises:
         ValueError: If `encoder_output` is missing, or `norm_placement` is a parallel one.
@@ -66,58 +82,79 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         decoder_mask: tf.Tensor | Segments | None = None,
         encoder_output: tf.Tensor | None = None,
         memory_mask: tf.Tensor | Segments | None = None,
-        cache: dict | None = None,
         position_table: tf.Tensor | None = None,
         training: bool = False,
-    ) -> tf.Tensor | tuple[tf.Tensor, dict]:
-        if cache is not None:
-            masks = decoder_mask, memory_mask
-            start_unit(inputs, self.variables)
-            return self._compute(inputs, encoder_output, position_table, *masks, cache)
+    ) -> tf.Tensor:
         if encoder_output is None:
             raise ValueError("`encoder_output` is missing. Pass the memory, a [b, s, h] tensor.")
         decoder_mask = mask_or_keras_mask(decoder_mask, inputs)
         memory_mask = mask_or_keras_mask(memory_mask, encoder_output)
 
-        def compute(x, memory, *rest):
+        def compute(inputs, memory, *rest):
             *tables, self_mask, cross_mask = rest
-            table = tables[0] if tables else None
-            return self._compute(x, memory, table, self_mask, cross_mask, training=training)
+            x = self.sublayer_input("self_attention", inputs)
+            x = self.self_attention(x, x, x, self_mask, *tables, training=training)
+            x = self.add_residual("self_attention", inputs, x)
+            y = self.sublayer_input("cross_attention", x)
+            y = self.cross_attention(y, memory, memory, cross_mask, training=training)
+            x = self.add_residual("cross_attention", x, y)
+            y = self.sublayer_input("feed_forward", x)
+            y = self.feed(y, self_mask, training)
+            return self.add_residual("feed_forward", x, y)
 
         tensors = [inputs, encoder_output]
-        tensors += [] if position_table is None else [position_table]
+        if position_table is not None:
+            tensors.append(position_table)
         return self.run_block(compute, tensors, [decoder_mask, memory_mask], training)
 
-    def _compute(
-        self, inputs, encoder_output, table, decoder_mask, memory_mask, cache=None, training=False
-    ):
-        new_cache = {}
+    @decoding_method
+    def decode_step(
+        self,
+        inputs: tf.Tensor,
+        cache: DecoderCache,
+        mask: tf.Tensor | None = None,
+        memory_mask: tf.Tensor | None = None,
+        position_table: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, DecoderCache]:
+        """Compute the next position of each target.
 
-        def attend(name, attention, x, memory, mask, **options):
-            if cache is None:
-                return attention(x, memory, memory, mask, training=training, **options)
-            options |= {"cache": cache[name], "training": training}
-            output, new_cache[name] = attention(x, memory, memory, mask, **options)
-            return output
+        Args:
+            inputs: Tensor of shape `[b·k, 1, h]`.
+            cache: `DecoderCache` from `init_cache` or the previous step.
+            mask: Mask of the cache's entries, see `MultiHeadAttention.decode_step`.
+            memory_mask, position_table: See the call arguments.
 
-        def attend_to_itself(x):
-            return attend("self", self.self_attention, x, x, decoder_mask, position_table=table)
+        Returns:
+            An `(output, cache)` tuple: a tensor of shape `[b·k, 1, h]` and the next cache.
+        """
+        start_unit(inputs, self.variables)
+        x = self.sublayer_input("self_attention", inputs)
+        x, targets = self.self_attention.decode_step(
+            x, cache.targets, mask, position_table=position_table
+        )
+        x = self.add_residual("self_attention", inputs, x)
+        y = self.sublayer_input("cross_attention", x)
+        y = self.cross_attention.attend_to_memory(y, cache.memory, memory_mask)
+        x = self.add_residual("cross_attention", x, y)
+        y = self.feed(self.sublayer_input("feed_forward", x), drops=False)
+        return self.add_residual("feed_forward", x, y), cache._replace(targets=targets)
 
-        def attend_to_memory(x):
-            return attend("memory", self.cross_attention, x, encoder_output, memory_mask)
+    def init_cache(
+        self, memory: tf.Tensor, capacity: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> DecoderCache | tuple[()]:
+        """Return a cache without targets, or `()` if another pipeline stage has the block.
 
-        x = self.residual("self_attention", attend_to_itself, inputs)
-        x = self.residual("cross_attention", attend_to_memory, x)
-        feed = self._feed(training, decoder_mask, drops=cache is None)
-        x = self.residual("feed_forward", feed, x)
-        return x if cache is None else (x, new_cache)
+        Args:
+            memory: Tensor of shape `[b, s, h]`.
+            capacity, num_hypotheses: See `MultiHeadAttention.init_cache`.
+        """
+        arguments = (memory, capacity, num_hypotheses)
+        return dispatch(self, self._init_cache, arguments, {}, placeholder=lambda *_: ())
 
-    def _init_cache(self, encoder_output, max_length, num_hypotheses):
-        batch_size = encoder_output.shape[0] or tf.shape(encoder_output)[0]
-        return {
-            "self": self.self_attention.init_cache(batch_size, max_length, num_hypotheses),
-            "memory": self.cross_attention.project_memory(encoder_output),
-        }
+    def _init_cache(self, memory, capacity, num_hypotheses):
+        batch_size = static_or_dynamic_shape(memory)[0]
+        targets = self.self_attention.init_cache(batch_size, capacity, num_hypotheses)
+        return DecoderCache(targets, self.cross_attention.project_memory(memory))
 
 
 @register
@@ -137,11 +174,10 @@ class TransformerDecoder(BlockStack):
     Call arguments:
         inputs: Tensor of shape `[b, t, h]`.
         decoder_mask, encoder_output, memory_mask: See `TransformerDecoderLayer`.
-        cache: List with the cache of each block, from `init_cache`.
         training: Boolean, whether to apply dropout.
 
     Output shape:
-        `[b, t, h]`. With a cache, an `(output, caches)` tuple with the caches for the next call.
+        `[b, t, h]`
     """
 
     layer_class = TransformerDecoderLayer
@@ -152,8 +188,16 @@ class TransformerDecoder(BlockStack):
         decoder_mask: tf.Tensor | Segments | None = None,
         encoder_output: tf.Tensor | None = None,
         memory_mask: tf.Tensor | Segments | None = None,
-        cache: list[dict] | None = None,
         training: bool = False,
-    ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
-        others = [decoder_mask, encoder_output, memory_mask]
-        return self.run_blocks(inputs, others, cache, training=training)
+    ) -> tf.Tensor:
+        masks = decoder_mask, encoder_output, memory_mask
+        return self.run_blocks(inputs, *masks, training=training)
+
+    def init_cache(
+        self, memory: tf.Tensor, capacity: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> list[DecoderCache]:
+        """Return a list with an empty cache for each block.
+
+        See `TransformerDecoderLayer.init_cache` for the arguments.
+        """
+        return [block.init_cache(memory, capacity, num_hypotheses) for block in self.blocks]

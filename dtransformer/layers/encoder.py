@@ -1,17 +1,16 @@
 """Transformer encoder: a block and a stack of blocks."""
 
-import functools
+import dataclasses
 from collections.abc import Callable
 
-import keras
 import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.block_forms import placement_of
-from dtransformer.layers.arguments import as_moe_config, given_arguments
-from dtransformer.layers.attention import MultiHeadAttention
+from dtransformer.layers.arguments import as_moe_config, checked, given_arguments, pop_arguments
+from dtransformer.layers.attention import MultiHeadAttention, with_attention_objects
 from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask, token_mask
-from dtransformer.layers.base import register
+from dtransformer.layers.base import decoding_method, register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.elementwise import add, scale
 from dtransformer.layers.feed_forward import FeedForward
@@ -19,7 +18,7 @@ from dtransformer.layers.latent_attention import LatentAttention
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.parallel.config.config import MoEConfig
-from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
+from dtransformer.parallel.decoding.cache import KVCache
 from dtransformer.parallel.zero.units import start_unit
 
 # Arguments that blocks pass to all attention layers, and to self-attention only.
@@ -35,6 +34,7 @@ _ATTENTION_OPTIONS = (
     "implementation",
 )
 _SELF_ATTENTION_OPTIONS = (
+    "rotary",
     "rotary_base",
     "rotary_fraction",
     "rotary_scaling",
@@ -45,6 +45,33 @@ _SELF_ATTENTION_OPTIONS = (
     "sinks",
     "latent",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockForm:
+    """Form of a block.
+
+    Args:
+        gated: Boolean, whether the feed-forward layer is gated, see `FeedForward`. Defaults to
+            `False`.
+        use_bias: Boolean, whether dense layers have a bias. Defaults to `True`.
+        norm_placement: Name in `block_forms.PLACEMENTS`. Defaults to `None`:
+            `post_layernorm_residual` decides.
+        residual_scale: Float. Factor of each sublayer's output. Defaults to `1.0`.
+        attention_norm: Boolean, whether attention has an input norm. Defaults to `True`.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+    """
+
+    gated: bool = False
+    use_bias: bool = True
+    norm_placement: str | None = None
+    residual_scale: float = 1.0
+    attention_norm: bool = True
+
+
+BlockForm.__init__ = checked(BlockForm.__init__)
 
 
 @register
@@ -68,33 +95,23 @@ class TransformerEncoderLayer(TransformerBlock):
         softmax_compute_type: Type of the softmax. Defaults to `"float32"`.
         norm: Name of a norm, see `make_norm`. Defaults to `"layer_norm"`.
         norm_epsilon: Float. Epsilon of the norms. Defaults to the norm's default.
-        gated: Boolean, whether the feed-forward layer is gated, see `FeedForward`. Defaults to
-            `False`.
-        use_bias: Boolean, whether dense layers have a bias. Defaults to `True`.
         moe_config: `MoEConfig`, or a dictionary of its fields. With several experts, a `MoE`
             replaces the feed-forward layer. Defaults to `None`.
-        norm_placement: Name in `block_forms.PLACEMENTS`. Defaults to `None`:
-            `post_layernorm_residual` decides.
-        residual_scale: Float. Factor of each sublayer's output. Defaults to `1.0`.
-        attention_norm: Boolean, whether attention has an input norm. Defaults to `True`.
-        **kwargs: Options of `MultiHeadAttention`: `num_kv_heads`, `head_dim`, `qkv_bias`,
-            `query_scale`, `soft_cap`, `qk_norm`, `qk_norm_epsilon`, `qk_norm_after_rotary`,
-            `implementation`; for self-attention also `rotary_base`, `rotary_fraction`,
-            `rotary_scaling`, `causal`, `window`, `alibi`, `relative_max_distance` and `sinks`; and
-            `latent`, the sizes of a `LatentAttention` that replaces it.
+        **kwargs: Fields of `BlockForm`. Options of `MultiHeadAttention`: `num_kv_heads`,
+            `head_dim`, `qkv_bias`, `query_scale`, `soft_cap`, `qk_norm` and `implementation`; for
+            self-attention also `rotary`, `causal`, `window`, `alibi`, `relative_max_distance` and
+            `sinks`. A network's options in `with_attention_objects` replace `rotary` and `qk_norm`.
+            `latent`: sizes of a `LatentAttention` for self-attention.
 
     Call arguments:
         inputs: Tensor of shape `[b, s, h]`.
         attention_mask: Boolean or 0/1 tensor of shape `[b, s]`, `[b, 1, s]` or `[b, s, s]`, 1 for
             visible positions; or `Segments`. Defaults to the Keras mask of `inputs`.
-        cache: Dictionary from `init_cache`, or an empty one to start a cache. See
-            `MultiHeadAttention`.
-        prefix_mask: Bool tensor of shape `[b, p]`, True for visible prefix positions of the cache.
         position_table: Tensor of shape `[r, n]`, the table of T5's relative positions.
         training: Boolean, whether to apply dropout.
 
     Output shape:
-        `[b, s, h]`. With a cache, an `(output, cache)` tuple with the cache for the next call.
+        `[b, s, h]`
     """
 
     def __init__(
@@ -110,19 +127,16 @@ class TransformerEncoderLayer(TransformerBlock):
         softmax_compute_type: str = "float32",
         norm: str = "layer_norm",
         norm_epsilon: float | None = None,
-        gated: bool = False,
-        use_bias: bool = True,
         moe_config: MoEConfig | dict | None = None,
-        norm_placement: str | None = None,
-        residual_scale: float = 1.0,
-        attention_norm: bool = True,
         **kwargs,
     ):
-        init_arguments = given_arguments(locals())
-        names = {*_ATTENTION_OPTIONS, *_SELF_ATTENTION_OPTIONS}
-        attention_options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        arguments = given_arguments(locals())
+        form_names = [field.name for field in dataclasses.fields(BlockForm)]
+        form = BlockForm(**pop_arguments(kwargs, form_names))
+        names = [*_ATTENTION_OPTIONS, *_SELF_ATTENTION_OPTIONS]
+        attention_options = pop_arguments(kwargs, names)
         super().__init__(**kwargs)
-        self.arguments = {**init_arguments, **attention_options}
+        self.arguments = {**arguments, **vars(form), **attention_options}
         self.placement = placement_of(self.arguments)
         self.moe_config = None if moe_config is None else as_moe_config(moe_config)
         self.has_experts = self.may_have_experts
@@ -185,11 +199,13 @@ class TransformerEncoderLayer(TransformerBlock):
         )
 
     def make_attention(self, name: str, to_itself: bool = True) -> MultiHeadAttention:
-        names = (*_ATTENTION_OPTIONS, *(_SELF_ATTENTION_OPTIONS if to_itself else ()))
-        options = {x: self.arguments[x] for x in names if x in self.arguments}
-        attention_class = LatentAttention
-        if options.get("latent") is None:
-            attention_class = MultiHeadAttention
+        names = [*_ATTENTION_OPTIONS, *(_SELF_ATTENTION_OPTIONS if to_itself else ())]
+        options = {name: self.arguments[name] for name in names if name in self.arguments}
+        options = with_attention_objects(options)
+        attention_class = MultiHeadAttention
+        if options.get("latent") is not None:
+            attention_class = LatentAttention
+        else:
             options.pop("latent", None)
         return attention_class(
             self.arguments["hidden_size"],
@@ -217,33 +233,47 @@ class TransformerEncoderLayer(TransformerBlock):
             "dtype": self.dtype_policy,
         }
 
-    def residual(self, name: str, sublayer: Callable, inputs: tf.Tensor) -> tf.Tensor:
-        """Apply a sublayer with its norms and its residual connection.
+    def sublayer_input(self, name: str, inputs: tf.Tensor) -> tf.Tensor:
+        """Return the input of a sublayer, normalized if the placement requires it.
+
+        Args:
+            name: String. Name of the sublayer, which selects the norm.
+            inputs: Tensor of shape `[b, s, h]`.
+        """
+        norm = getattr(self, f"{name}_norm", None)
+        return norm(inputs) if self.placement.of_input and norm is not None else inputs
+
+    def add_residual(self, name: str, inputs: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        """Add a sublayer's output to its residual connection.
 
         Args:
             name: String. Name of the sublayer, which selects the norms.
-            sublayer: Function of a tensor.
-            inputs: Tensor of shape `[b, s, h]`.
-
-        Returns:
-            A tensor of the same shape.
+            inputs: Tensor of shape `[b, s, h]`, before the sublayer and its norm.
+            outputs: Tensor of the same shape.
         """
-        norms = [getattr(self, f"{name}{kind}", None) for kind in ("_norm", "_output_norm")]
-        norm, output_norm = norms
-        if self.placement.of_sum:
-            return norm(add(inputs, self._scale_residual(sublayer(inputs))))
-        x = norm(inputs) if self.placement.of_input and norm is not None else inputs
-        x = sublayer(x)
+        norm = getattr(self, f"{name}_norm", None)
         if self.placement.of_output:
-            x = (output_norm or norm)(x)
-        return add(inputs, self._scale_residual(x))
+            outputs = getattr(self, f"{name}_output_norm", norm)(outputs)
+        x = add(inputs, self._scale_residual(outputs))
+        return norm(x) if self.placement.of_sum else x
 
-    def _parallel_sublayers(self, attend, feed, inputs):
-        """Add attention and the feed-forward layer, both applied to the inputs, to the inputs."""
-        names = ["attention_norm", "feed_forward_norm"][: 1 if self.placement.shares_norm else 2]
-        norms = [getattr(self, name, None) for name in names]
-        normed = [inputs if norm is None else norm(inputs) for norm in norms]
-        return add(inputs, self._scale_residual(add(attend(normed[0]), feed(normed[-1]))))
+    def _add_sublayers(self, inputs, attention_input, attention_output, **options):
+        """Apply the feed-forward layer and return the block's output.
+
+        Args:
+            inputs: Input of the block, `[b, s, h]`.
+            attention_input, attention_output: Tensors of the same shape.
+            **options: Arguments of `feed`.
+        """
+        if self.placement.is_parallel:
+            x = attention_input
+            if not self.placement.shares_norm:
+                x = self.sublayer_input("feed_forward", inputs)
+            outputs = add(attention_output, self.feed(x, **options))
+            return add(inputs, self._scale_residual(outputs))
+        x = self.add_residual("attention", inputs, attention_output)
+        y = self.feed(self.sublayer_input("feed_forward", x), **options)
+        return self.add_residual("feed_forward", x, y)
 
     def _scale_residual(self, x):
         factor = self.arguments["residual_scale"]
@@ -259,80 +289,68 @@ class TransformerEncoderLayer(TransformerBlock):
         self,
         inputs: tf.Tensor,
         attention_mask: tf.Tensor | Segments | None = None,
-        cache: dict | None = None,
-        prefix_mask: tf.Tensor | None = None,
         position_table: tf.Tensor | None = None,
         training: bool = False,
-    ) -> tf.Tensor | tuple[tf.Tensor, dict]:
-        if cache is not None:
-            rest = position_table, cache, prefix_mask
-            start_unit(inputs, self.variables)
-            return self._compute(inputs, attention_mask, False, *rest)
+    ) -> tf.Tensor:
         attention_mask = mask_or_keras_mask(attention_mask, inputs)
 
-        def compute(x, *rest):
+        def compute(inputs, *rest):
             *tables, mask = rest
-            return self._compute(x, mask, training, *tables)
+            x = self.sublayer_input("attention", inputs)
+            y = self.attention(x, x, x, mask, *tables, training=training)
+            return self._add_sublayers(inputs, x, y, mask=mask, training=training)
 
         tensors = [inputs] if position_table is None else [inputs, position_table]
         return self.run_block(compute, tensors, [attention_mask], training)
 
-    def _compute(self, inputs, mask, training, position_table=None, cache=None, prefix_mask=None):
-        """Apply attention and the feed-forward layer, in sequence or in parallel."""
-        new_cache = {}
-        options = {"position_table": position_table, "training": training}
+    @decoding_method
+    def prefill(
+        self,
+        inputs: tf.Tensor,
+        capacity: int | tf.Tensor,
+        attention_mask: tf.Tensor | Segments | None = None,
+        **options,
+    ) -> tuple[tf.Tensor, KVCache]:
+        """Compute prompts and start a cache that contains them.
 
-        def attend(x):
-            if cache is None:
-                return self.attention(x, x, x, mask, **options)
-            caches = {"cache": cache, "prefix_mask": prefix_mask}
-            output, updated = self.attention(x, x, x, mask, **options, **caches)
-            new_cache.update(updated)
-            return output
-
-        feed = self._feed(training, mask if cache is None else None, drops=cache is None)
-        if self.placement.is_parallel:
-            x = self._parallel_sublayers(attend, feed, inputs)
-        else:
-            x = self.residual("attention", attend, inputs)
-            x = self.residual("feed_forward", feed, x)
-        return x if cache is None else (x, new_cache)
-
-    def _feed(self, training, mask, drops):
-        """Return the feed-forward layer as a function of its inputs.
-
-        Experts skip padding according to `mask`, and drop tokens above their capacity only if
-        `drops` is set.
+        See `MultiHeadAttention.prefill` for the arguments and the returned tuple.
         """
-        options = {"mask": token_mask(mask), "drops": drops} if self.has_experts else {}
-        return functools.partial(self.feed_forward, training=training, **options)
+        start_unit(inputs, self.variables)
+        x = self.sublayer_input("attention", inputs)
+        y, cache = self.attention.prefill(x, capacity, attention_mask, **options)
+        return self._add_sublayers(inputs, x, y, drops=False), cache
 
-    def init_cache(
-        self, source: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
-    ) -> dict:
-        """Return an empty cache, or an empty dictionary if another pipeline stage has the block.
+    @decoding_method
+    def decode_step(
+        self, inputs: tf.Tensor, cache: KVCache, mask: tf.Tensor | None = None, **options
+    ) -> tuple[tf.Tensor, KVCache]:
+        """Compute the next position of each sequence.
 
-        See `MultiHeadAttention.init_cache`.
+        See `MultiHeadAttention.decode_step` for the arguments and the returned tuple.
+        """
+        start_unit(inputs, self.variables)
+        x = self.sublayer_input("attention", inputs)
+        y, cache = self.attention.decode_step(x, cache, mask, **options)
+        return self._add_sublayers(inputs, x, y, drops=False), cache
+
+    def feed(
+        self,
+        inputs: tf.Tensor,
+        mask: tf.Tensor | Segments | None = None,
+        training: bool = False,
+        drops: bool = True,
+    ) -> tf.Tensor:
+        """Apply the feed-forward layer or the mixture of experts.
 
         Args:
-            source: Integer. Number b of sources. For a decoder block, the memory: a tensor of shape
-                `[b, s, h]`.
-            max_length: Integer. Maximum number of positions.
-            num_hypotheses: Integer. Number k of sequences per source. Defaults to `1`.
+            inputs: Tensor of shape `[b, s, h]`.
+            mask: Self-attention mask. Experts skip its padding. Defaults to `None`.
+            training: Boolean, whether to apply dropout. Defaults to `False`.
+            drops: Boolean, whether experts drop tokens above their capacity. Defaults to `True`.
         """
-        arguments = (source, max_length, num_hypotheses)
-        return dispatch(self, self._init_cache, arguments, {}, placeholder=lambda *_: {})
-
-    def _init_cache(self, *arguments):
-        return self.attention.init_cache(*arguments)
-
-    def compute_output_spec(
-        self, inputs: tf.Tensor, *args, cache: dict | None = None, **kwargs
-    ) -> keras.KerasTensor:
-        outputs = super().compute_output_spec(inputs)
-        if cache is None:
-            return outputs
-        return outputs, tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype), cache)
+        if not self.has_experts:
+            return self.feed_forward(inputs, training=training)
+        return self.feed_forward(inputs, training=training, mask=token_mask(mask), drops=drops)
 
 
 @register
@@ -352,12 +370,10 @@ class TransformerEncoder(BlockStack):
     Call arguments:
         inputs: Tensor of shape `[b, s, h]`.
         attention_mask: See `TransformerEncoderLayer`.
-        cache: List with the cache of each block, from `init_cache`.
-        prefix_mask: See `TransformerEncoderLayer`.
         training: Boolean, whether to apply dropout.
 
     Output shape:
-        `[b, s, h]`. With a cache, an `(output, caches)` tuple with the caches for the next call.
+        `[b, s, h]`
 
     Example:
 
@@ -371,9 +387,28 @@ class TransformerEncoder(BlockStack):
         self,
         inputs: tf.Tensor,
         attention_mask: tf.Tensor | Segments | None = None,
-        cache: list[dict] | None = None,
-        prefix_mask: tf.Tensor | None = None,
         training: bool = False,
-    ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
-        options = {"training": training} if cache is None else {"prefix_mask": prefix_mask}
-        return self.run_blocks(inputs, [attention_mask], cache, **options)
+    ) -> tf.Tensor:
+        return self.run_blocks(inputs, attention_mask, training=training)
+
+    def prefill(
+        self,
+        inputs: tf.Tensor,
+        capacity: int | tf.Tensor,
+        attention_mask: tf.Tensor | Segments | None = None,
+        **options,
+    ) -> tuple[tf.Tensor, list[KVCache]]:
+        """Compute prompts and start the caches of all blocks.
+
+        See `MultiHeadAttention.prefill` for the arguments.
+
+        Returns:
+            An `(output, caches)` tuple: a tensor of the input's shape, and a list with the cache of
+            each block.
+        """
+        options |= self._shared_options(inputs)
+        caches = []
+        for block in self.blocks:
+            inputs, cache = block.prefill(inputs, capacity, attention_mask, **options)
+            caches.append(cache)
+        return self._normalize(inputs), caches

@@ -7,9 +7,10 @@ import tensorflow as tf
 
 from dtransformer.errors import check_int
 from dtransformer.layers.arguments import given_arguments
-from dtransformer.layers.attention_core import attention
+from dtransformer.layers.attention_core import reference_attention
 from dtransformer.layers.attention_inputs import check_inputs
 from dtransformer.layers.attention_mask import Segments, expand_mask, mask_or_keras_mask
+from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.base import StreamLayer, check_divisible, register
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -218,16 +219,8 @@ class FixedSparseAttention(StreamLayer):
                 values.insert(0, global_values[:, :, :num_global])
             visible = self._visible(windows, rows, num_global, attention_mask)
             softmax = "float64" if q.dtype == "float64" else "float32"
-            contexts.append(
-                attention(
-                    q[:, :, rows],
-                    keys,
-                    values,
-                    visible,
-                    softmax_compute_type=softmax,
-                    implementation="reference",
-                )
-            )
+            options = AttentionOptions(visible, softmax_compute_type=softmax)
+            contexts.append(reference_attention(q[:, :, rows], keys, values, options))
         context = contexts[0] if len(contexts) == 1 else tf.concat(contexts, axis=2)
         # [batch, heads, length, head_dim] -> [batch, length, heads · head_dim]
         context = constrain(context, ("batch", "heads", None, "head_dim"))

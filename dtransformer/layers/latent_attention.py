@@ -8,8 +8,11 @@ from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import register
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import RMSNorm
+from dtransformer.layers.rotary import Rotary
 from dtransformer.parallel.tensor_parallel.heads import project_to_heads
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
+
+_DEFAULT_ROTARY = Rotary()
 
 
 @register
@@ -34,20 +37,20 @@ class LatentAttention(MultiHeadAttention):
             / n.
         use_bias: Boolean, whether the output projection has a bias. The other projections have
             none. Defaults to `True`.
-        rotary_base, rotary_scaling: Options of the rotary features, see `rotary_frequencies`.
-            Default to `10000.0` and `None`.
+        rotary: `Rotary` of all rotary features, or a dictionary of its fields. Defaults to
+            `Rotary()`.
         **kwargs: Other arguments of `MultiHeadAttention`.
 
     Call arguments:
-        query, key, value: The same tensor of shape `[b, s, h]`. For other arguments see
-            `MultiHeadAttention`.
+        query, key, value: The same tensor of shape `[b, s, h]`. For other arguments, and for
+            `prefill` and `decode_step`, see `MultiHeadAttention`.
 
     Output shape:
-        `[b, s, h]`. With a cache, an `(output, cache)` tuple with the cache for the next call.
+        `[b, s, h]`
 
     Raises:
         ValueError: If sizes do not match, or an option of `MultiHeadAttention` is not supported:
-            fewer key heads, `qk_norm`, `rotary_fraction` or `qkv_bias`.
+            fewer key heads, `qk_norm`, a fraction of `rotary` or `qkv_bias`.
 
     Example:
 
@@ -64,42 +67,49 @@ class LatentAttention(MultiHeadAttention):
         latent: Latent | dict,
         head_dim: int | None = None,
         use_bias: bool = True,
-        rotary_base: float | None = 10000.0,
-        rotary_scaling: dict | None = None,
+        rotary: Rotary | dict | None = _DEFAULT_ROTARY,
         **kwargs,
     ):
+        sizes = Latent.of(latent)
+        self.sizes = sizes
         options = {"head_dim": head_dim, "use_bias": use_bias, "qkv_bias": False, **kwargs}
-        super().__init__(hidden_size, num_heads, **options)
-        sizes = self.sizes = Latent.of(latent)
+        super().__init__(hidden_size, num_heads, rotary=rotary, **options)
         self.latent = dict(vars(sizes))
-        for name in [x for x in self.latent if x != "query_rank" or sizes.query_rank is not None]:
-            check_int(name, self.latent[name])
+        for name, size in self.latent.items():
+            if name != "query_rank" or size is not None:
+                check_int(name, size)
         if max(sizes.rotary_dim, sizes.value_dim) > self.head_dim:
             raise ValueError(
                 f"The features per head in {sizes} must be at most `head_dim={self.head_dim}`."
             )
-        supported = {
-            "num_kv_heads": num_heads,
-            "qk_norm": None,
-            "rotary_fraction": 1,
-            "qkv_bias": False,
-        }
-        if unsupported := [
-            f"{x}={getattr(self, x)}" for x in supported if getattr(self, x) != supported[x]
-        ]:
-            raise ValueError(
-                f"Latent attention does not support {', '.join(unsupported)}. Remove these arguments, "
-                "or `latent`."
-            )
+        self._check_options()
         self.value_dim = sizes.value_dim
-        self.rotary_base = rotary_base
-        self.rotary_scaling = rotary_scaling
-        self.set_rotary(sizes.rotary_dim)
         policy = self.dtype_policy
         self.latent_norm = RMSNorm(dtype=policy, name="latent_norm")
         self.query_latent_norm = None
         if self.sizes.query_rank:
             self.query_latent_norm = RMSNorm(dtype=policy, name="query_latent_norm")
+
+    def _check_options(self):
+        unsupported = []
+        if self.num_kv_heads != self.num_heads:
+            unsupported.append(f"num_kv_heads={self.num_kv_heads}")
+        if self.qk_norm is not None:
+            unsupported.append(f"qk_norm={self.qk_norm}")
+        if self.qkv_bias:
+            unsupported.append("qkv_bias=True")
+        if self.rotary is not None and self.rotary.fraction != 1:
+            unsupported.append(f"rotary_fraction={self.rotary.fraction}")
+        if unsupported:
+            raise ValueError(
+                f"Latent attention does not support {', '.join(unsupported)}. Remove these arguments, "
+                "or `latent`."
+            )
+
+    @property
+    def num_rotary_features(self) -> int:
+        """Number of leading features per head that have rotary positions."""
+        return self.sizes.rotary_dim
 
     def __call__(self, query, key, value, *args, **kwargs):
         if key is not query or value is not query:
@@ -118,14 +128,12 @@ class LatentAttention(MultiHeadAttention):
             self._add_kernel("query_down", (h, sizes.query_rank), ("embed", None))
             self.query_latent_norm.build((None, None, sizes.query_rank))
         scale = self.head_dim**-0.5 / self.query_scale if self.query_scale else 1.0
-        name = "query_up"
-        inputs = sizes.query_rank
-        axis = None
-        if not inputs:
-            name = "query"
-            inputs = h
-            axis = "embed"
-        self._add_kernel(name, (inputs, n, self.head_dim), (axis, "heads", "head_dim"), scale)
+        if sizes.query_rank:
+            query_shape = (sizes.query_rank, n, self.head_dim)
+            self._add_kernel("query_up", query_shape, (None, "heads", "head_dim"), scale)
+        else:
+            query_shape = (h, n, self.head_dim)
+            self._add_kernel("query", query_shape, ("embed", "heads", "head_dim"), scale)
         num_features = self.head_dim - sizes.rotary_dim + sizes.value_dim
         self._add_kernel("key_value", (sizes.kv_rank, n, num_features), (None, "heads", "head_dim"))
 
@@ -141,22 +149,19 @@ class LatentAttention(MultiHeadAttention):
         kernels = [self.latent_kernel]
         if sizes.query_rank:
             kernels.append(self.query_down_kernel)
-        latent, *query_latent = column_parallel(x, kernels, (None,))
-        c = latent[..., : sizes.kv_rank]
-        rotary = latent[..., sizes.kv_rank :]
-        x = self.query_latent_norm(query_latent[0]) if query_latent else x
-        kernel = self.query_up_kernel if query_latent else self.query_kernel
-        (q,) = project_to_heads(x, [kernel], [None])
-        (key_value,) = project_to_heads(self.latent_norm(c), [self.key_value_kernel], [None])
-        size = self.head_dim - sizes.rotary_dim
-        keys = key_value[..., :size]
-        v = key_value[..., size:]
-        rotary = tf.expand_dims(rotary, 1) + tf.zeros_like(
-            key_value[..., :1]
-        )  # Repeated for each head.
+        latents = column_parallel(x, kernels, (None,))
+        if sizes.query_rank:
+            query_latent = self.query_latent_norm(latents[1])
+            (q,) = project_to_heads(query_latent, [self.query_up_kernel], [None])
+        else:
+            (q,) = project_to_heads(x, [self.query_kernel], [None])
+        latent = self.latent_norm(latents[0][..., : sizes.kv_rank])
+        rotary_key = latents[0][..., sizes.kv_rank :]
+        (key_value,) = project_to_heads(latent, [self.key_value_kernel], [None])
+        num_key_features = self.head_dim - sizes.rotary_dim
+        k = key_value[..., :num_key_features]
+        v = key_value[..., num_key_features:]
+        # Repeat the rotary key for each head.
+        rotary_keys = tf.expand_dims(rotary_key, 1) + tf.zeros_like(key_value[..., :1])
         v = tf.pad(v, [[0, 0]] * 3 + [[0, self.head_dim - sizes.value_dim]])
-        return q, tf.concat([rotary, keys], axis=-1), v
-
-    def _attend(self, q, keys, values, mask, bias, **options):
-        context = super()._attend(q, keys, values, mask, bias, **options)
-        return context[..., : self.value_dim]
+        return q, tf.concat([rotary_keys, k], axis=-1), v

@@ -1,5 +1,7 @@
 """Layer normalization and root-mean-square normalization, by default in float32."""
 
+import dataclasses
+
 import keras
 import tensorflow as tf
 
@@ -242,3 +244,25 @@ def make_norm(kind: str = "layer_norm", epsilon: float | None = None, **kwargs) 
         raise ValueError(f"`norm` must be one of {', '.join(_NORMS)}, got {kind!r}.")
     norm, options = _NORMS[kind]
     return norm(epsilon, **options, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm:
+    """Norm of each head's queries and keys.
+
+    Reference: [Henry et al., 2020](https://arxiv.org/abs/2010.04245)
+
+    Args:
+        kind: Name of a norm, see `make_norm`. `"rms_norm_all_heads"` normalizes over all heads.
+        epsilon: Float. Defaults to the norm's default.
+        after_rotary: Boolean, whether the norm follows the rotary embedding, as in HunYuan.
+            Defaults to `False`.
+    """
+
+    kind: str
+    epsilon: float | None = None
+    after_rotary: bool = False
+
+    def make_layer(self, name: str, dtype: keras.DTypePolicy) -> _Norm:
+        """Return a layer for queries or for keys."""
+        return make_norm(self.kind, self.epsilon, dtype=dtype, name=name)

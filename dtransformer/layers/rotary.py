@@ -1,10 +1,13 @@
 """Rotary position embedding (RoPE) and its extensions to longer sequences."""
 
+import dataclasses
 import functools
 import math
 
 import numpy as np
 import tensorflow as tf
+
+from dtransformer.layers import elementwise
 
 _LENGTH = "original_max_position_embeddings"
 # Required fields of each type of scaling.
@@ -23,6 +26,53 @@ _YARN = {
     "truncate": True,
     "llama_4_scaling_beta": None,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of queries and keys.
+
+    Args:
+        base: Float. Base of the angles, see `rotary_frequencies`. Defaults to `10000.0`.
+        fraction: Float. Fraction of the features to rotate. Defaults to `1.0`.
+        scaling: Dictionary. Extension to longer sequences, see `rotary_frequencies`. Defaults to
+            `None`.
+    """
+
+    base: float = 10000.0
+    fraction: float = 1.0
+    scaling: dict | None = None
+
+    @property
+    def query_beta(self) -> float | None:
+        """Beta of `query_factor`, or `None`. With it, scores depend on absolute positions."""
+        return (self.scaling or {}).get("llama_4_scaling_beta")
+
+    def frequencies(self, num_features: int) -> np.ndarray:
+        """Return `rotary_frequencies` for heads of `num_features` features."""
+        return rotary_frequencies(num_features, self.base, self.fraction, self.scaling)
+
+    def apply(
+        self, q: tf.Tensor, k: tf.Tensor, positions: tf.Tensor, num_features: int
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Rotate queries and keys.
+
+        Args:
+            q, k: Tensors of shape `[b, n, s, d]` and `[b, m, s, d]`.
+            positions: Integer tensor of shape `[b or 1, s]`.
+            num_features: Integer. Number of leading features of a head with positions.
+
+        Returns:
+            A `(q, k)` tuple of tensors of the same shapes.
+        """
+        frequencies = self.frequencies(num_features)
+        factor = attention_factor(self.scaling)
+        q = rotate(q, positions, frequencies, factor)
+        k = rotate(k, positions, frequencies, factor)
+        if self.query_beta:
+            factors = tf.cast(query_factor(positions, self.scaling), q.dtype)
+            q = elementwise.scale(q, factors[:, None, :, None])
+        return q, k
 
 
 def rotary_frequencies(

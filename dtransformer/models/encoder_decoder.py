@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from dtransformer.errors import check_int
 from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.decoder import DecoderCache
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, start_after_padding
@@ -202,7 +203,7 @@ class EncoderDecoderModel(TokenModel):
 
     def init_cache(
         self, memory: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
-    ) -> list[dict]:
+    ) -> list[DecoderCache]:
         """Return the decoder's empty cache for targets of up to `max_length` tokens.
 
         Args:
@@ -211,7 +212,7 @@ class EncoderDecoderModel(TokenModel):
             num_hypotheses: Integer. Number k of hypotheses per source.
 
         Returns:
-            A list with one dict of tensors per block.
+            A list with a `DecoderCache` per block.
         """
         return self.transformer.decoder.init_cache(memory, max_length, num_hypotheses)
 
@@ -219,10 +220,10 @@ class EncoderDecoderModel(TokenModel):
         self,
         tokens: tf.Tensor,
         position: tf.Tensor,
-        cache: list[dict],
+        cache: list[DecoderCache],
         memory_mask: tf.Tensor,
         entries_mask: tf.Tensor | None = None,
-    ) -> tuple[tf.Tensor, list[dict]]:
+    ) -> tuple[tf.Tensor, list[DecoderCache]]:
         """Return logits of the tokens that follow `tokens`.
 
         Args:
@@ -237,7 +238,9 @@ class EncoderDecoderModel(TokenModel):
             A `(logits, cache)` tuple: float32 logits [b·k, V] and the cache for the next step.
         """
         x, table = self._embed_target(tokens[:, None], start=position)
-        x, cache = self.transformer.decoder(x, entries_mask, None, memory_mask, cache=cache)
+        x, cache = self.transformer.decoder.decode_step(
+            x, cache, entries_mask, memory_mask=memory_mask
+        )
         logits = constrain(self._logits(x, table), ("batch", None, None))[:, 0, : self.vocab_size]
         return tf.cast(logits, "float32"), cache
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers.attention_core import attention
+from dtransformer.layers.attention_core import attention, reference_attention
 from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.attention_options import AttentionOptions
 
 B, N, S, T, D = 2, 6, 4, 7, 5
 RNG = np.random.default_rng(0)
@@ -41,7 +42,8 @@ def test_context_and_gradients_match_reference(num_kv_heads, mask, parts):
     with tf.GradientTape() as tape:
         tape.watch(inputs)
         keys, values = (tf.split(x, parts, axis=2) for x in inputs[1:])
-        context = attention(inputs[0], keys, values, mask, softmax_compute_type="float64")
+        options = AttentionOptions(mask, softmax_compute_type="float64")
+        context = reference_attention(inputs[0], keys, values, options)
         total = tf.reduce_sum(context * upstream)
     expected = reference(q, k, v, mask)
     np.testing.assert_allclose(context, expected, rtol=0, atol=1e-12)
@@ -65,7 +67,8 @@ def test_sink_equals_an_extra_key_without_value(implementation):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = (weights / weights.sum(-1, keepdims=True))[..., :-1] @ v
     context = attention(
-        *(tf.constant(q), [tf.constant(k)], [tf.constant(v)], tf.constant(seen)),
+        *map(tf.constant, (q, k, v)),
+        mask=tf.constant(seen),
         softmax_compute_type="float64",
         implementation=implementation,
         sinks=tf.constant(sinks),
@@ -82,8 +85,8 @@ def test_all_queries_see_the_prefix(implementation):
     mask &= (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
     q, k, v = np.random.default_rng(2).normal(size=(3, B, N, T, D))
     context = attention(
-        *(tf.constant(q), [tf.constant(k)], [tf.constant(v)]),
-        Segments(*map(tf.constant, (segments, segments, prefix))),
+        *map(tf.constant, (q, k, v)),
+        mask=Segments(*map(tf.constant, (segments, segments, prefix))),
         causal=True,
         softmax_compute_type="float64",
         implementation=implementation,

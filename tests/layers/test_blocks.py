@@ -267,9 +267,10 @@ def test_cached_decoding_matches_full_sequence(policy, post):
         layer = TransformerDecoder(2, 12, 3, 10, post_layernorm_residual=post)
     layer(x, None, memory, None)
     assign(layer, weights)
-    cache, outputs = layer.init_cache(tf.constant(memory, tf.float32), max_length=8), []
+    cache, outputs = layer.init_cache(tf.constant(memory, tf.float32), capacity=8), []
     for start in range(6):
-        output, cache = layer(x[:, start : start + 1], None, None, memory_mask, cache=cache)
+        new = x[:, start : start + 1]
+        output, cache = layer.decode_step(new, cache, memory_mask=memory_mask)
         outputs.append(output)
     causal = reference.causal_mask(np.ones((2, 6)))
     expected, _ = reference_blocks.decoder(x, memory, weights, causal, memory_mask, post)

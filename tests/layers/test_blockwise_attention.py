@@ -69,8 +69,8 @@ def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
             tape.watch([q, k, v, table])
             context = attention(
                 q,
-                [k],
-                [v],
+                k,
+                v,
                 dropout=dropout.masks(training=True),
                 softmax_compute_type="float64" if dtype == "float64" else "float32",
                 implementation=implementation,
@@ -149,7 +149,7 @@ def test_unknown_lengths_raise():
 
     @tf.function(input_signature=[x])
     def run(q):
-        return attention(q, [q], [q], implementation="blockwise")
+        return attention(q, q, q, implementation="blockwise")
 
     with pytest.raises(ValueError, match="known sequence lengths"):
         run.get_concrete_function()

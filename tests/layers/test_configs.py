@@ -77,6 +77,8 @@ LAYER_OPTIONS = {
             "attention_dropout_rate": 0.3,
             "softmax_compute_type": "float64",
             "kernel_initializer": "he_normal",
+            "rotary": {"base": 100.0, "fraction": 0.5, "scaling": None},
+            "qk_norm": {"kind": "rms_norm", "epsilon": 0.1, "after_rotary": True},
         },
         [(2, 4, 12)] * 3,
     ),
@@ -142,6 +144,7 @@ PUBLIC = [
     name
     for name in layers.__all__
     if isinstance(getattr(layers, name), type)
+    and issubclass(getattr(layers, name), keras.layers.Layer)
     and name not in ("Layer", "TransformerBlock", "BlockStack")  # Base classes.
 ]
 
@@ -267,3 +270,23 @@ def test_custom_layer_needs_no_get_config():
         2,
         "float16",
     )
+
+
+def test_attention_loads_configs_with_flat_options():
+    """Earlier versions stored rotary positions and norms of queries and keys as separate options."""
+    flat = {
+        "hidden_size": 16,
+        "num_heads": 2,
+        "rotary_base": 50.0,
+        "rotary_fraction": 0.5,
+        "rotary_scaling": {"type": "linear", "factor": 2.0},
+        "qk_norm": "rms_norm",
+        "qk_norm_epsilon": 0.1,
+        "qk_norm_after_rotary": True,
+    }
+    layer = layers.MultiHeadAttention.from_config(flat)
+    assert layer.rotary == layers.Rotary(50.0, 0.5, {"type": "linear", "factor": 2.0})
+    assert layer.qk_norm == layers.QKNorm("rms_norm", 0.1, after_rotary=True)
+    without = {"rotary_base": None, "rotary_fraction": 1.0, "rotary_scaling": None, "qk_norm": None}
+    layer = layers.MultiHeadAttention.from_config({**flat, **without})
+    assert layer.rotary is None and layer.qk_norm is None

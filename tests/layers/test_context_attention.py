@@ -62,7 +62,7 @@ def results(case, q, k, v, upstream, table):
         if "sinks" in options:
             options["sinks"] = tf.reduce_sum(table, axis=0)
         q_, k_, v_ = (constrain(x, ("batch", "heads", "inner_length", None)) for x in (q, k, v))
-        context = attention(q_, [k_], [v_], **options)
+        context = attention(q_, k_, v_, **options)
     gradients = tape.gradient(context, [q, k, v, table], upstream, unconnected_gradients="zero")
     return [context, *gradients]
 

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import parallel_config
-from dtransformer.layers import MultiHeadAttention, attention_core
+from dtransformer.layers import MultiHeadAttention, Rotary, attention_core
 from dtransformer.layers.attention_core import attention, implementation_for
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.cudnn_call import CudnnCall
@@ -127,7 +127,14 @@ def hlo_of(mask):
     """Return the HLO of an attention layer and its gradient for a GPU."""
     with dtype_policy("mixed_bfloat16"):
         layer = MultiHeadAttention(
-            32, 4, 0.0, 0.0, num_kv_heads=2, causal=True, rotary_base=100.0, implementation="auto"
+            32,
+            4,
+            0.0,
+            0.0,
+            num_kv_heads=2,
+            causal=True,
+            rotary=Rotary(100.0),
+            implementation="auto",
         )
     x = tf.zeros([2, 48, 32])
     layer.build(x.shape)
@@ -176,7 +183,7 @@ def test_supports_a_single_query():
     q = tf.random.stateless_normal([2, 4, 1, 8], [1, 2])
     k = tf.random.stateless_normal([2, 2, 7, 8], [3, 4])
     actual, expected = (
-        attention(q, [k], [k], causal=True, implementation=name) for name in ("cudnn", "reference")
+        attention(q, k, k, causal=True, implementation=name) for name in ("cudnn", "reference")
     )
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 

@@ -49,7 +49,7 @@ def by_pattern(layer, q, k, v, mask):
     seen = tf.broadcast_to(seen, [B, N, S, S])
     softmax = "float64" if q.dtype == "float64" else "float32"
     context = attention(
-        heads(q) * D**-0.5, [heads(k)], [heads(v)], seen, softmax_compute_type=softmax
+        heads(q) * D**-0.5, heads(k), heads(v), mask=seen, softmax_compute_type=softmax
     )
     return tf.reshape(tf.transpose(context, [0, 2, 1, 3]), [B, S, N * D])
 

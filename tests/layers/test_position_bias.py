@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import MultiHeadAttention
+from dtransformer.layers import MultiHeadAttention, QKNorm, Rotary
 from dtransformer.layers.position_bias import alibi, distance_ranges, relative_bias
 
 
@@ -75,38 +75,34 @@ def test_invalid_max_distance_raises(max_distance):
     "options",
     [
         {"alibi": True},
-        {"window": 2, "rotary_base": 100.0},
-        {"qk_norm": "rms_norm", "query_scale": 1.0, "num_kv_heads": 2},
+        {"window": 2, "rotary": Rotary(100.0)},
+        {"qk_norm": QKNorm("rms_norm"), "query_scale": 1.0, "num_kv_heads": 2},
         {"soft_cap": 1.5},
         {"relative_max_distance": 5},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_cached_decoding_with_positions_matches_full_sequence(options):
-    """One position per call with a cache, after a prefix of two positions."""
+    """One position per step, after a prompt of two positions."""
     layer = MultiHeadAttention(16, 4, causal=True, **options)
     x = tf.constant(np.random.default_rng(1).normal(size=(2, 6, 16)), "float32")
     table = tf.random.stateless_normal((8, 4), [1, 2])
     options_of_call = {"position_table": table} if "relative_max_distance" in options else {}
     expected = layer(x, x, x, **options_of_call)
 
-    prefix = x[:, :2]
-    start, cache = layer(prefix, prefix, prefix, cache={}, **options_of_call)
-    cache |= layer.init_cache(2, 4)
+    start, cache = layer.prefill(x[:, :2], capacity=4, **options_of_call)
     parts = [start]
     for place in range(2, 6):
-        new = x[:, place : place + 1]
-        y, cache = layer(new, new, new, cache=cache, **options_of_call)
+        y, cache = layer.decode_step(x[:, place : place + 1], cache, **options_of_call)
         parts.append(y)
     np.testing.assert_allclose(tf.concat(parts, axis=1), expected, rtol=0, atol=2e-6)
 
-    first_prefix = x[:1, :2]
-    _, cache = layer(first_prefix, first_prefix, first_prefix, cache={}, **options_of_call)
-    cache |= layer.init_cache(1, 1, num_hypotheses=2)
+    prompt = x[:1, :2]
+    _, cache = layer.prefill(prompt, capacity=1, num_hypotheses=2, **options_of_call)
     new = tf.stack([x[0, 2], x[1, 2]])[:, None]
     visible = tf.constant([[[True, False], [False, True]]])
-    y, _ = layer(new, new, new, visible, cache=cache, **options_of_call)
-    both = tf.concat([tf.repeat(first_prefix, 2, axis=0), new], axis=1)
+    y, _ = layer.decode_step(new, cache, visible, **options_of_call)
+    both = tf.concat([tf.repeat(prompt, 2, axis=0), new], axis=1)
     np.testing.assert_allclose(
         y, layer(both, both, both, **options_of_call)[:, 2:], rtol=0, atol=2e-6
     )

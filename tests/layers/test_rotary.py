@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import MultiHeadAttention
+from dtransformer.layers import MultiHeadAttention, QKNorm, Rotary
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.rotary import attention_factor, rotary_frequencies, rotate
 
@@ -141,17 +141,17 @@ YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 3}
 @pytest.mark.parametrize(
     "options",
     [
-        {"rotary_scaling": {**YARN, "llama_4_scaling_beta": 2.0}},
-        {"qk_norm": "rms_norm", "qk_norm_after_rotary": True},
+        {"rotary": Rotary(100.0, scaling={**YARN, "llama_4_scaling_beta": 2.0})},
+        {"rotary": Rotary(100.0), "qk_norm": QKNorm("rms_norm", after_rotary=True)},
     ],
 )
 def test_absolute_positions_restart_in_each_sequence(options):
     """In packed sequences, in left-padded sequences, and for the next token."""
-    layer = MultiHeadAttention(16, 4, 0.0, 0.0, causal=True, rotary_base=100.0, **options)
+    layer = MultiHeadAttention(16, 4, 0.0, 0.0, causal=True, **options)
     layer.build((1, 9, 16))
     for norm in filter(None, (layer.query_norm, layer.key_norm)):
         norm.gamma.assign([1.0, 4.0, 0.5, 2.0])
-    attend = lambda x, *others, **options: layer(x, x, x, *others, **options)
+    attend = lambda x, *masks: layer(x, x, x, *masks)
     x = tf.random.stateless_normal((1, 9, 16), [0, 1])
     expected = attend(x)
     check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
@@ -160,8 +160,7 @@ def test_absolute_positions_restart_in_each_sequence(options):
     check(twice, tf.concat([expected, expected], 1))
     is_token = tf.constant([[False] * 4 + [True] * 8])
     padded = tf.pad(x[:, :8], [[0, 0], [4, 0], [0, 0]])
-    output, cache = attend(padded, Segments(is_token, is_token), cache={})
+    output, cache = layer.prefill(padded, 2, Segments(is_token, is_token))
     check(output[:, 4:], expected[:, :8])
-    cache |= layer.init_cache(1, 2)
-    output, _ = attend(x[:, 8:], cache=cache, prefix_mask=is_token)
+    output, _ = layer.decode_step(x[:, 8:], cache, prompt_mask=is_token)
     check(output, expected[:, 8:])

@@ -107,7 +107,7 @@ def test_window_bounds_the_cache_size(beams):
         search = BeamSearch(ids, 40, options) if beams > 1 else Sampling(ids, 40, None, options)
         decoding = Continuation(network, search)
         cache = decoding.encode(tf.ones([2, 30], "int32"), capacity=40)
-        tensors = [x for block in cache["blocks"] for x in block.values() if x.shape.rank]
+        tensors = [x for x in tf.nest.flatten(cache["blocks"]) if x.shape.rank]
         return sum(4 * int(tf.size(x)) for x in tensors)
 
     # A position has keys and values of 4 float32 features in two blocks, for two texts.

@@ -10,11 +10,13 @@ from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
-class Generation:
-    """Decoding of an encoder–decoder: encodes the source once, then decodes token by token.
+class CachedDecoding:
+    """Base class of decoding with a cache. Implements `loops.Decoding` together with its subclasses.
+
+    The cache is a dict with the caches of all `"blocks"` and the search's `"entries"`.
 
     Args:
-        model: Built `EncoderDecoderModel`.
+        model: Built network.
         search: `Sampling` or `BeamSearch`.
     """
 
@@ -22,35 +24,47 @@ class Generation:
         self.search = search
         self._model = model
 
-    def texts(self, source: tf.Tensor) -> tf.Tensor:
-        """Return the start tokens of the targets: int32 [b, 1]."""
-        return tf.fill([static_or_dynamic_shape(source)[0], 1], self._model.start_id)
-
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
-        """Encode source ids [b, s] and return the decoder's cache with the search's entries."""
-        memory, _ = self._model.encode(source)
-        blocks = self._model.init_cache(memory, capacity, self.search.num_beams)
+        """Return the cache of source ids [b, s], with room for `capacity` tokens."""
         batch_size = static_or_dynamic_shape(source)[0]
-        return {"blocks": blocks, "entries": self.search.start_entries(batch_size, capacity)}
-
-    def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
-        """Return a bool mask [b, s], True at source tokens."""
-        return source != self._model.pad_id
+        entries = self.search.start_entries(batch_size, capacity)
+        return {"blocks": self._prefill(source, capacity), "entries": entries}
 
     def next_logits(
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
         """Return the logits [r, V] of the next tokens, and the updated cache."""
-        model = self._model
-        search = self.search
-        entries, mask = search.next_entries(cache["entries"], state)
-        logits, blocks = model.decode_step(
-            state["last"], state["position"], cache["blocks"], memory_mask, mask
-        )
+        entries, mask = self.search.next_entries(cache["entries"], state)
+        logits, blocks = self._decode_step(state, cache["blocks"], memory_mask, mask)
         return logits, {"blocks": blocks, "entries": entries}
 
 
-class Continuation:
+class Generation(CachedDecoding):
+    """Decoding of an encoder–decoder: encodes the source once, then decodes token by token.
+
+    Args:
+        model: Built `EncoderDecoderModel`.
+        search: `Sampling` or `BeamSearch`.
+    """
+
+    def texts(self, source: tf.Tensor) -> tf.Tensor:
+        """Return the start tokens of the targets: int32 [b, 1]."""
+        return tf.fill([static_or_dynamic_shape(source)[0], 1], self._model.start_id)
+
+    def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
+        """Return a bool mask [b, s], True at source tokens."""
+        return source != self._model.pad_id
+
+    def _prefill(self, source, capacity):
+        memory, _ = self._model.encode(source)
+        return self._model.init_cache(memory, capacity, self.search.num_beams)
+
+    def _decode_step(self, state, caches, memory_mask, mask):
+        last = state["last"]
+        return self._model.decode_step(last, state["position"], caches, memory_mask, mask)
+
+
+class Continuation(CachedDecoding):
     """Decoding of a language model: computes the prompts first, then decodes token by token.
 
     The prompts [b, s] are aligned at the end: `NO_TOKEN` precedes shorter ones. The cache of
@@ -62,10 +76,6 @@ class Continuation:
         search: `Sampling` or `BeamSearch`.
     """
 
-    def __init__(self, model, search: Search):
-        self.search = search
-        self._model = model
-
     def texts(self, source: tf.Tensor) -> tf.Tensor:
         """Return the prompts, int32 [b, s]."""
         return source
@@ -74,40 +84,35 @@ class Continuation:
         """Return a bool mask [b, p], True at tokens before the last column."""
         return source[:, :-1] != NO_TOKEN
 
-    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor) -> dict:
-        """Return the cache of prompts [b, s]; see `loops.Decoding`."""
+    def _prefill(self, source, capacity):
         model = self._model
-        search = self.search
         # The first step of the search computes the keys of the last token. With a bidirectional
         # prefix, earlier tokens attend to the last token, so it is part of this pass as well.
-        last = None if model.arguments["prefix"] else -1
-        is_token = source[:, :last] != NO_TOKEN
-        x, _ = model.embed(tf.where(is_token, source[:, :last], 0), start=-_count(~is_token))
-        mask = Segments(is_token, is_token, None if last else is_token)
-        _, prefixes = model.blocks(x, mask, cache=[{} for _ in model.blocks.blocks])
-        if last is None:
-            prefixes = tf.nest.map_structure(lambda x: x[:, :, :-1], prefixes)
-        batch_size = static_or_dynamic_shape(source)[0]
-        empty = model.blocks.init_cache(batch_size, capacity, search.num_beams)
-        return {
-            "blocks": [
-                {**prefix, **tensors} for prefix, tensors in zip(prefixes, empty, strict=True)
-            ],
-            "entries": search.start_entries(batch_size, capacity),
-        }
+        is_bidirectional = model.arguments["prefix"]
+        prompts = source if is_bidirectional else source[:, :-1]
+        is_token = prompts != NO_TOKEN
+        x, _ = model.embed(tf.where(is_token, prompts, 0), start=-_count(~is_token))
+        mask = Segments(is_token, is_token, is_token if is_bidirectional else None)
+        _, caches = model.blocks.prefill(x, capacity, mask, num_hypotheses=self.search.num_beams)
+        if is_bidirectional:
+            return [_without_last_position(cache) for cache in caches]
+        return caches
 
-    def next_logits(
-        self, state: dict, cache: dict, memory_mask: tf.Tensor
-    ) -> tuple[tf.Tensor, dict]:
-        """Return the logits [r, V] of the next tokens, and the updated cache."""
+    def _decode_step(self, state, caches, memory_mask, mask):
         model = self._model
-        search = self.search
-        entries, mask = search.next_entries(cache["entries"], state)
-        start = tf.repeat(_count(memory_mask), search.num_beams) + state["position"]
+        start = tf.repeat(_count(memory_mask), self.search.num_beams) + state["position"]
         x, table = model.embed(state["last"][:, None], start=start)
-        x, blocks = model.blocks(x, mask, cache=cache["blocks"], prefix_mask=memory_mask)
+        x, caches = model.blocks.decode_step(x, caches, mask, prompt_mask=memory_mask)
         logits = constrain(model.head(x, table), ("batch", None, None))[:, 0, : model.vocab_size]
-        return tf.cast(logits, "float32"), {"blocks": blocks, "entries": entries}
+        return tf.cast(logits, "float32"), caches
+
+
+def _without_last_position(cache):
+    """Return a block's cache without the last position of the prompts.
+
+    The cache is `()` if another pipeline stage has the block.
+    """
+    return cache.without_last_prompt_position() if cache else cache
 
 
 def _count(mask):
