@@ -4,7 +4,6 @@ Every default of `Family` describes Llama. Other families state only the differe
 """
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 
@@ -26,6 +25,7 @@ from dtransformer.models.pretrained.families.parts import (
 )
 from dtransformer.models.pretrained.families.paths import ATTENTION, EXPERTS, GATED, PRE
 from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear, table
+from dtransformer.transformer_config import arguments_of
 
 # Arguments that change no result, or that are saved in the same way for all families.
 _UNCHECKED_ARGUMENTS = {
@@ -45,8 +45,7 @@ def default_arguments(network: type[TokenModel], *without: str, **overrides) -> 
         *without: Names of arguments that may have any value.
         **overrides: Arguments whose values differ from the network's defaults.
     """
-    parameters = inspect.signature(network.__init__).parameters.values()
-    defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+    defaults = arguments_of(network.network_class)
     return {
         x: y for x, y in defaults.items() if x not in {*_UNCHECKED_ARGUMENTS, *without}
     } | overrides
