@@ -139,6 +139,12 @@ def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
         raise ValueError(f"`{name}` must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}.")
 
 
+def hint_members(hint: typing.Any) -> tuple:
+    """Return the members of a union hint, or the hint itself in a tuple."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
 def hint_types(hint: typing.Any) -> tuple[type, ...]:
     """Return the types of a hint, or `()` if one of them is not bool, int, float, str or `None`.
 
@@ -147,9 +153,7 @@ def hint_types(hint: typing.Any) -> tuple[type, ...]:
     >>> hint_types(int | None), hint_types(dict | None)
     ((<class 'int'>, <class 'NoneType'>), ())
     """
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = typing.get_args(hint) if is_union else (hint,)
-    kinds = tuple(getattr(member, "__origin__", member) for member in members)
+    kinds = tuple(getattr(member, "__origin__", member) for member in hint_members(hint))
     return kinds if all(kind in _TYPE_NAMES for kind in kinds) else ()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from dtransformer.block_forms import check_pattern
-from dtransformer.errors import check_argument, hint_types, nearest, shown
+from dtransformer.errors import check_argument, hint_members, hint_types, nearest, shown
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.config.validators import Count, CountOrZero, Fraction, Positive
 
@@ -49,7 +49,12 @@ _NETWORK_DEFAULTS = {
 _ARGUMENT_NAMES = {
     TRANSLATION: {"vocab_size": "target_vocab_size", "max_length": "max_target_length"}
 }
-_POSITIONS = {DECODER: ("learned", "sinusoidal", "rotary", "alibi"), ENCODER: ("learned", "rotary")}
+POSITIONS = {
+    DECODER: ("learned", "sinusoidal", "rotary", "alibi"),
+    ENCODER: ("learned", "rotary"),
+    PAIR: ("learned", "sinusoidal", "sinusoidal_paper", "relative"),
+    TRANSLATION: ("sinusoidal", "sinusoidal_paper", "learned"),
+}
 
 
 def _only(default, *networks):
@@ -69,11 +74,12 @@ class AttentionConfig:
         query_scale: Float. Factor on attention scores. Defaults to `head_dim`^(-1/2).
         soft_cap: Float c. Bounds attention scores as c·tanh(score / c). `None` disables it.
         qk_norm: Norm of queries and keys, such as `"rms_norm"`. `None` disables it.
-        qk_norm_epsilon: Float. Epsilon of that norm. Defaults to the norm's default.
-        qk_norm_after_rotary: Boolean. Whether that norm follows the rotary positions.
+        qk_norm_epsilon: Float. Epsilon of `qk_norm`. Defaults to the norm's default.
+        qk_norm_after_rotary: Boolean. Whether `qk_norm` follows the rotary positions.
         sinks: Boolean. Whether each head has a trained attention sink.
-        window: Integer. Number of positions that each position attends to, including itself: the
-            preceding ones in a decoder, on either side in an encoder. `None` disables the limit.
+        window: Integer. Number of positions that each position attends to, including itself. They
+            precede it in a decoder, and are on either side in an encoder. `None` disables the
+            limit.
         latent: Dict of the fields of `block_forms.Latent` for multi-head latent attention.
             `head_dim` is then the size of queries and keys. `None` disables latents.
         implementation: Attention implementation: `"auto"`, `"reference"`, `"blockwise"` or
@@ -122,8 +128,8 @@ class BlockConfig:
         block_pattern: List of dicts with the arguments that differ between blocks, such as
             windows, rotary positions and experts; see `block_forms`. `None` if all blocks are
             equal.
-        moe_config: Mixture of experts that replaces feed-forward layers: `MoEConfig` or dict of
-            its fields. `None` disables experts.
+        moe_config: Mixture of experts, a `MoEConfig` or a mapping of its fields. Experts replace
+            feed-forward layers. `None` disables experts.
         moe_every: Integer n. Use experts in every n-th block. A `lambda_func` may choose other
             blocks.
     """
@@ -157,10 +163,11 @@ class EmbeddingConfig:
             start embedding. Marian does not train it.
         num_token_types: Integer. Number of token types, such as 2 for sentence pairs. 0 disables
             token types.
-        positions: Kind of positions. `"learned"`, limited to `max_length`; `"sinusoidal"`, or
-            another sinusoidal kind of `PositionEmbedding`; `"rotary"` or `"alibi"` inside each
-            block; or `"relative"`, a bias of the attention scores by distance in each stack (see
-            `relative_bias`). Defaults to `"learned"`, or to `"sinusoidal"` for translation.
+        positions: `"learned"`, `"sinusoidal"`, `"sinusoidal_paper"`, `"rotary"`, `"alibi"` or
+            `"relative"`. Learned positions are limited to `max_length`. Rotary positions and ALiBi
+            act inside each block. Relative positions are a bias of the attention scores by
+            distance in each stack (see `relative_bias`). Defaults to `"learned"`, or to
+            `"sinusoidal"` for translation.
         max_length: Integer. Number of learned positions, in tokens. With an encoder, positions of
             the target. Defaults to 1024, or to 512 in a `MaskedLM` and 256 for translation.
         max_source_length: Integer. Number of learned source positions of a
@@ -326,7 +333,7 @@ class TransformerConfig:
             object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
 
     def _check_combinations(self):
-        kinds = _POSITIONS.get(self.network, (self.embedding.positions,))
+        kinds = POSITIONS[self.network]
         if self.embedding.positions not in kinds:
             raise ValueError(
                 f"`positions` must be one of {', '.join(kinds)}, got {self.embedding.positions!r}."
@@ -488,7 +495,7 @@ def _check_value(name, value, hint):
     """Check the type of a value and the range of a number."""
     if kinds := hint_types(hint):
         check_argument(name, value, kinds)
-    for member in _RANGES.keys() & {hint, *typing.get_args(hint)}:
+    for member in _RANGES.keys() & {*hint_members(hint)}:
         is_inside, text = _RANGES[member]
         if value is not None and not is_inside(value):
             raise ValueError(f"`{name}` must be {text}, got {value!r}.")
