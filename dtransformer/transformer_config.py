@@ -49,6 +49,7 @@ _NETWORK_DEFAULTS = {
 _ARGUMENT_NAMES = {
     TRANSLATION: {"vocab_size": "target_vocab_size", "max_length": "max_target_length"}
 }
+_STACKS_OF_PAIR = "encoder_layers", "decoder_layers"
 POSITIONS = {
     DECODER: ("learned", "sinusoidal", "rotary", "alibi"),
     ENCODER: ("learned", "rotary"),
@@ -367,6 +368,12 @@ class TransformerConfig:
             raise TypeError(f"A {self.network} needs `{name}`, got None. Set it to an integer.")
         check_ids(min(source_size, self.vocab_size), pad_id=ids.pop("pad_id"))
         check_ids(self.vocab_size, **ids)
+
+    @property
+    def stacks(self) -> dict[str, int]:
+        """Dict from the field of each stack of the network to its number of blocks."""
+        names = ("num_layers",) if self.network in (DECODER, ENCODER) else _STACKS_OF_PAIR
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     @classmethod
     def from_arguments(cls, network: str = DECODER, **arguments) -> "TransformerConfig":

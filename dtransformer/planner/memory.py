@@ -55,12 +55,12 @@ def block_activation_bytes(
     sizes = {
         "length": length,
         "attended": [attended_length / c for attended_length in kind.attended],
-        "hidden_size": model.hidden_size,
-        "num_heads": model.num_heads,
+        "hidden_size": model.config.hidden_size,
+        "num_heads": model.config.num_heads,
         "head_dim": model.head_dim,
         "num_kv_heads": model.num_kv_heads,
         "ffn_hidden_size": model.inner_size(kind),
-        "sublayer_norms": model.sublayer_norms,
+        "sublayer_norms": model.placement.number,
         "latent_features": model.latent.features if model.latent is not None else 0,
         "gated": model.gated,
         "item_bytes": item_bytes,
@@ -72,7 +72,7 @@ def block_activation_bytes(
     if kind.has_experts:
         rows = length * model.routed_rows(layouts.shards_experts)
         sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
-        sizes["shared_experts"] = model.shared_experts
+        sizes["shared_experts"] = model.experts.shared_experts
 
     def saved_bytes(blocks):
         unrecomputed = saved_activation_bytes(**sizes, by_blocks=blocks)
@@ -142,8 +142,10 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
         for kind, x, y in zip(totals, dense, experts):
             totals[kind] = totals[kind] + x + y
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
-    logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)
-    totals["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
+    logits = stage.has_head * b * s * model.config.vocab_size / t * (item_bytes + 2 * 4)
+    totals["logits"] = (
+        logits + stage.has_embedding * alive * b * s * model.config.hidden_size * item_bytes
+    )
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
     bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
@@ -192,9 +194,9 @@ def stage_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_t
         return total
     rows = np.where(layouts.rows > 0, t, 1)
     has_tables = not is_trained or model.trains_tables
-    table = has_tables * (model.embedding_parameters() + model.other_parameters)
+    table = has_tables * (model.embedding_parameters() + model.other_parameters())
     # Both the first and the last stage store a tied table.
     head = model.head_parameters()
     if model.tied_head and has_tables and not stage.has_embedding:
-        head += model.hidden_size * model.vocab_size
+        head += model.config.hidden_size * model.config.vocab_size
     return total + (stage.has_embedding * table + stage.has_head * head) / rows
