@@ -339,6 +339,12 @@ class TransformerConfig:
             raise ValueError(
                 f"`positions` must be one of {', '.join(kinds)}, got {self.embedding.positions!r}."
             )
+        experts = self.block.moe_config
+        if experts is not None and 1 < experts.expert_num < experts.num_experts_chosen:
+            raise ValueError(
+                f"`num_experts_chosen={experts.num_experts_chosen}` must not exceed `expert_num="
+                f"{experts.expert_num}`."
+            )
         pattern = check_pattern(self.block.block_pattern)
         windows = [self.attention.window, *(block.get("window") for block in pattern)]
         if self.prefix and any(windows):
