@@ -142,8 +142,8 @@ Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], each_of(GroupO
 
 
 @run_options
-class TrainingOptions:
-    """Optimizer, schedule, precision and checkpoints."""
+class OptimizerOptions:
+    """Length of training, optimizer, schedule and loss."""
 
     epochs: Epochs = 10  # Total epochs, including epochs before a resume
     max_steps: Count | None = None  # Stop after this total number of steps
@@ -162,18 +162,35 @@ class TrainingOptions:
     z_loss: Rate = 0.0  # Factor on logsumexp² of the logits in the loss, such as 1e-4
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
+
+
+@run_options
+class ComputeOptions:
+    """Precision, compilation, devices and seed."""
+
     precision: Precision = "float32"  # float32, mixed_bfloat16, mixed_float16 or bfloat16
     jit_compile: Literal["auto"] | bool = "auto"  # Compile with XLA: auto, true or false
     steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # Steps per compiled call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # Devices per rank
     deterministic: bool = False  # Use deterministic operations, slower on GPUs
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, dropout and shuffling
+
+
+@run_options
+class CheckpointOptions:
+    """Checkpoints, early stopping and the choice of the layout."""
+
     checkpoint_steps: Number = 0  # Steps between checkpoints; 0: one per epoch
     checkpoint_minutes: NotNegative = 0  # Minutes between checkpoints; 0 disables
     keep_checkpoints: Count = 2  # Newest checkpoints to keep; the best by val_loss also stays
     early_stopping: Number = 0  # Stop after n epochs without a better val_loss; 0 disables
     bleu_sentences: Number = 200  # Dev sentences to translate after every epoch; 0 disables
     layout: Literal["given", "auto"] = "given"  # auto: chosen by the planner
+
+
+@run_options
+class TrainingOptions(CheckpointOptions, ComputeOptions, OptimizerOptions):
+    """Optimizer, schedule, precision and checkpoints."""
 
 
 @run_options
