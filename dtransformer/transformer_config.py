@@ -377,7 +377,7 @@ class TransformerConfig:
 
     @property
     def stacks(self) -> dict[str, int]:
-        """Dict from the field of each stack of the network to its number of blocks."""
+        """Dict from the field of each stack of blocks to the number of blocks."""
         names = ("num_layers",) if self.network in (DECODER, ENCODER) else _STACKS_OF_PAIR
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 

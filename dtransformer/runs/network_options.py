@@ -116,7 +116,7 @@ def _section(name, summary, networks, bases=(), network=None, without=(), **defa
         bases: Base classes.
         network: Network whose defaults the keys have. `None` for keys that are null.
         without: Names of fields that are not keys.
-        **defaults: Defaults that differ from those of the network.
+        **defaults: Defaults that replace the defaults of the network.
     """
     keys = {
         field.name: _key(field, network, defaults)
