@@ -44,9 +44,15 @@ def test_flat_arguments_restore_the_config(network):
     assert model.arguments.keys() == arguments_of(network.__name__).keys()
 
 
+FLOAT32 = {
+    "module": "keras",
+    "class_name": "DTypePolicy",
+    "config": {"name": "float32"},
+    "registered_name": None,
+}
 # Config of a `CausalLM` that was saved before `TransformerConfig` existed.
 OLD_CAUSAL_LM = {
-    "name": "causal_lm", "dtype": "float32", "vocab_size": 30, "hidden_size": 16, "num_heads": 2,
+    "name": "causal_lm", "dtype": FLOAT32, "vocab_size": 30, "hidden_size": 16, "num_heads": 2,
     "ffn_hidden_size": 64, "num_layers": 2, "dropout_rate": 0.1, "attention_dropout_rate": 0.1,
     "embedding_dropout_rate": 0.1, "hidden_act": "gelu", "positions": "learned",
     "max_length": 1024, "tied_head": True, "head_bias": True, "post_layernorm_residual": False,
@@ -61,7 +67,7 @@ OLD_CAUSAL_LM = {
     "qk_norm_after_rotary": False, "position_offset": 2,
 }  # fmt: skip
 OLD_TRANSLATION = {
-    "name": "translation_transformer", "dtype": "float32", "source_vocab_size": 30,
+    "name": "translation_transformer", "dtype": FLOAT32, "source_vocab_size": 30,
     "target_vocab_size": 40, "hidden_size": 16, "num_heads": 2, "ffn_hidden_size": 64,
     "encoder_layers": 1, "decoder_layers": 2, "dropout_rate": 0.1, "attention_dropout_rate": 0.1,
     "embedding_dropout_rate": 0.1, "hidden_act": "relu", "positions": "learned",
