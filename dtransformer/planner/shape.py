@@ -254,7 +254,7 @@ class ModelShape:
         return total + self.experts.expert_num * (per_expert + router) + shared_experts
 
     def _vector_parameters(self):
-        """Return the number of parameters of a block's query, key and latent norms and sinks."""
+        """Return the number of parameters of a block's small vectors: norms, sinks and xIELU."""
         options = self.config.attention
         n = self.config.num_heads
         d = self.head_dim
@@ -262,7 +262,8 @@ class ModelShape:
         latents = 0
         if self.latent is not None:
             latents = self.latent.kv_rank + (self.latent.query_rank or 0)
-        return gains.get(options.qk_norm, 2 * d) + latents + n * options.sinks
+        activation = 2 * (self.config.block.hidden_act == "xielu")
+        return gains.get(options.qk_norm, 2 * d) + latents + n * options.sinks + activation
 
     def _adapters(self):
         """Return a dict from product names to features as in `adapters_of_block`, or `None`."""
