@@ -24,7 +24,7 @@ def named(name: str, /, **changes) -> ModelShape:
 
     Example:
 
-    >>> named("llama2-7b").num_layers, named("bert_base", sequence_length=128).sequence_length
+    >>> named("llama2-7b").num_blocks, named("bert_base", sequence_length=128).sequence_length
     (32, 128)
     """
     try:
