@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from dtransformer.architectures import Architecture, architecture_named
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, refusing, shown
 from dtransformer.planner.shape import ModelShape
 from dtransformer.transformer_config import TransformerConfig
 
@@ -46,12 +46,14 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
     sizes = {key: value for key, value in changes.items() if key not in _OPTIONS}
     options = {key: value for key, value in changes.items() if key in _OPTIONS}
     arguments = {**architecture.arguments, **sizes}
-    try:
+    for key in sizes:
+        if "expert" in key:
+            raise InputError(
+                f"{name}: unknown field `{key}`, got {shown(sizes[key])}. Set experts in "
+                "`moe_config`, a mapping of the fields of MoEConfig."
+            )
+    with refusing(name):
         config = TransformerConfig.from_arguments(architecture.network, **arguments)
-    except (TypeError, ValueError) as error:
-        names = " and ".join(name for name in sizes if "expert" in name)
-        hint = f" Set {names} in moe_config, a mapping of MoEConfig fields." if names else ""
-        raise InputError(f"{name}: {error}{hint}") from None
     length = arguments.get("max_length") or arguments.get("max_target_length")
     return ModelShape(name, config, **{"sequence_length": length or _DEFAULT_LENGTH, **options})
 

@@ -396,7 +396,7 @@ WRONG = [
     ),
     (
         lambda: named(SMALL, num_experts=2),
-        "no argument `num_experts`, got 2; did you mean num_heads? Set num_experts in moe_config",
+        "unknown field `num_experts`, got 2. Set experts in `moe_config`",
     ),
     (lambda: named(SMALL, sequence_length=0), "sequence_length must be an integer of at least 1"),
     (lambda: named(SMALL, num_heads=7), "`num_heads=7` does not divide `hidden_size=768`"),
