@@ -113,7 +113,7 @@ def model_of(name: str | None, **changes) -> ModelShape:
     if isinstance(fields.get("base"), str):
         return named(fields.pop("base"), **{**fields, **changes})
     architecture = Architecture(fields.pop("network", DECODER), {}, name)
-    return from_architecture(fields.pop("name", name), architecture, **{**fields, **changes})
+    return from_architecture(name, architecture, **{**fields, **changes})
 
 
 def _with_default_length(model, changes):

@@ -61,7 +61,7 @@ def automatic_plan(
     return result
 
 
-def auto_config(model, global_batch: int, **options) -> TransformerOpParallelConfig:
+def auto_config(model: object, global_batch: int, **options: object) -> TransformerOpParallelConfig:
     """Return the planner's layout for this job.
 
     The result is identical on all ranks. Rank 0 prints it with the reason. A network need not be

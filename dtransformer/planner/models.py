@@ -41,10 +41,11 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
     Args:
         name: Name of the shape.
         architecture: Its `Architecture`.
-        **changes: Fields of `ModelShape`, or arguments of the network.
+        **changes: Fields of `ModelShape`, such as another `name`, or arguments of the network.
     """
     sizes = {key: value for key, value in changes.items() if key not in _OPTIONS}
     options = {key: value for key, value in changes.items() if key in _OPTIONS}
+    name = sizes.pop("name", name)
     arguments = {**architecture.arguments, **sizes}
     for key in sizes:
         if "expert" in key:

@@ -686,7 +686,7 @@ def test_pipeline_all_reduces_a_tied_table():
     )
     model = named(SMALL)
     more = tied.seconds_by_kind["reduction"] - untied.seconds_by_kind["reduction"]
-    assert more == pytest.approx(model.vocab_size * model.hidden_size * 4 / 1e9)
+    assert more == pytest.approx(model.config.vocab_size * model.config.hidden_size * 4 / 1e9)
 
 
 def test_mesh_sums_embeddings_and_head():
