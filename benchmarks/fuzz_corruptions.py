@@ -14,7 +14,7 @@ from fuzz_inputs import SENTENCES, small_network
 
 from dtransformer.cli import main
 from dtransformer.datasets.tokenizer import SubwordTokenizer
-from dtransformer.runs.loading import load_run
+from dtransformer.runs.tasks import load_run
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 

@@ -16,7 +16,8 @@ import yaml
 from dtransformer.cli.options import make_parser
 from dtransformer.cli.schema import run_schema
 from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
-from dtransformer.runs import config, options, preview
+from dtransformer.runs import config, network_options, options
+from dtransformer.runs.descriptions import field_descriptions
 from dtransformer.runs.unread import is_read
 
 PAGE = pathlib.Path(__file__).with_name("command-line.md")
@@ -62,7 +63,7 @@ REPEATED = re.compile(
 )
 NESTED = {
     "`data.train` and `data.dev`": options.Source,
-    "`model.adapters`": options.AdapterOptions,
+    "`model.adapters`": network_options.AdapterOptions,
     "`model.moe_config`": MoEConfig,
     "`training.groups`": options.GroupOptions,
     "`parallel.recompute`": TransformerRecomputeConfig,
@@ -159,7 +160,7 @@ def summary(owner):
 
 def table(owner, fields, section="", tasks=()):
     """Yield the lines of a table of keys."""
-    descriptions = preview.field_descriptions(owner)
+    descriptions = field_descriptions(owner)
     properties = DEFINITIONS[owner.__name__]["properties"]
     yield "\n| key | type | default | description |\n|---|---|---|---|"
     for field in fields:

@@ -3,13 +3,19 @@
 import contextlib
 import difflib
 import importlib.util
+import math
+import numbers
 import re
+import types
+import typing
 from collections.abc import Iterable, Iterator
 
 # Texts of errors that healthy ranks get from Horovod, its sockets or NCCL after another rank fails.
 _OTHER_RANK_FAILED = re.compile(
     "another rank has failed|Horovod has been shut down|gloo/transport/|remote process exited"
 )
+_TYPE_NAMES = {bool: "a bool", int: "an int", float: "a number", str: "a str", type(None): "None"}
+_COMPUTE_TYPES = "float16", "bfloat16", "float32", "float64"
 MAX_MESSAGE = 300  # Maximum number of characters of an error on the command line.
 _MAX_SHOWN = 60
 
@@ -108,6 +114,55 @@ def check_int(name: str, value: object, least: int = 1) -> int:
     if type(value) is not int or value < least:
         raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}.")
     return value
+
+
+def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    """Check the type and the range of one argument. See `checked`.
+
+    Args:
+        name: Name of the argument, which selects its range.
+        value: Its value.
+        kinds: Accepted types, out of bool, int, float, str and `NoneType`.
+
+    Raises:
+        TypeError: If the value has another type.
+        ValueError: If the value is out of range.
+    """
+    if not any(_is_instance(value, kind) for kind in kinds):
+        expected = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
+        raise TypeError(f"`{name}` must be {expected}, got {value!r} ({type(value).__name__}).")
+    if name == "num_layers" and value < 0:
+        raise ValueError(f"`{name}` must be at least 0, got {value}.")
+    if name == "epsilon" and value is not None and not 0 < value < math.inf:
+        raise ValueError(f"`{name}` must be a finite number above 0, got {value}.")
+    if name.endswith("_compute_type") and value not in _COMPUTE_TYPES:
+        raise ValueError(f"`{name}` must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}.")
+
+
+def hint_members(hint: typing.Any) -> tuple:
+    """Return the members of a union hint, or the hint itself in a tuple."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def hint_types(hint: typing.Any) -> tuple[type, ...]:
+    """Return the types of a hint, or `()` if one of them is not bool, int, float, str or `None`.
+
+    Example:
+
+    >>> hint_types(int | None), hint_types(dict | None)
+    ((<class 'int'>, <class 'NoneType'>), ())
+    """
+    kinds = tuple(getattr(member, "__origin__", member) for member in hint_members(hint))
+    return kinds if all(kind in _TYPE_NAMES for kind in kinds) else ()
+
+
+def _is_instance(value, kind):
+    if kind is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 def check_installed(package: str, what: str) -> None:

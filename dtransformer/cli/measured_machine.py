@@ -28,6 +28,7 @@ from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import this_cpu, this_device
 from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.work import block_passes
+from dtransformer.transformer_config import TransformerConfig
 
 
 def measure_to(path: str | os.PathLike) -> None:
@@ -238,7 +239,8 @@ def _block_bytes_per_second(device):
     `planner.work` counts.
     """
     rows, length, hidden, heads = _sizes().block
-    model = ModelShape("block", hidden, heads, 1, length, num_layers=1)
+    config = TransformerConfig(hidden_size=hidden, num_heads=heads, vocab_size=4, num_layers=1)
+    model = ModelShape("block", config, length)
     block, x = _make_block(rows, length, hidden, heads)
 
     @tf.function

@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 
+from dtransformer.architectures import Architecture
 from dtransformer.errors import InputError, check_installed, refusing
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.inputs.yaml_file import parse_setting, read_yaml
@@ -17,6 +18,7 @@ from dtransformer.planner.models import checked, from_architecture, named
 from dtransformer.planner.plain_bfloat16 import bfloat16_hint
 from dtransformer.planner.plan_file import yaml_of
 from dtransformer.planner.shape import ModelShape
+from dtransformer.transformer_config import DECODER
 
 # Default limit of the sequence length. Published positions go far beyond it.
 _MAX_DEFAULT_LENGTH = 8192
@@ -89,7 +91,7 @@ def model_of(name: str | None, **changes) -> ModelShape:
 
     Args:
         name: Name of a published model, path of its folder, or path of a YAML file with
-            the fields of `ModelShape`.
+            `network` and its arguments, and fields of `ModelShape`.
         **changes: Fields to replace, such as `sequence_length`.
 
     Raises:
@@ -110,7 +112,8 @@ def model_of(name: str | None, **changes) -> ModelShape:
         raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024.")
     if isinstance(fields.get("base"), str):
         return named(fields.pop("base"), **{**fields, **changes})
-    return checked(ModelShape, {"name": name, **fields, **changes})
+    architecture = Architecture(fields.pop("network", DECODER), {}, name)
+    return from_architecture(name, architecture, **{**fields, **changes})
 
 
 def _with_default_length(model, changes):

@@ -7,8 +7,8 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from dtransformer.runs.config import TRANSLATION, key_of
+from dtransformer.runs.descriptions import field_descriptions
 from dtransformer.runs.options import SECTIONS
-from dtransformer.runs.preview import field_descriptions
 
 
 class _Generator(GenerateJsonSchema):

@@ -13,7 +13,7 @@ from dtransformer.inputs.text import decode_lines
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.runs import needs
 from dtransformer.runs.evaluating import evaluate_run
-from dtransformer.runs.loading import load_run
+from dtransformer.runs.tasks import load_run
 
 
 def make_translator(

@@ -8,23 +8,19 @@ and label names.
 import dataclasses
 import functools
 import inspect
-import math
-import numbers
 import typing
 from collections.abc import Callable, Iterable
 
 import keras
 
 from dtransformer import _compat
+from dtransformer.errors import check_argument, hint_types
 from dtransformer.parallel.config.config import (
     MoEConfig,
     TransformerRecomputeConfig,
     get_parallel_config,
 )
 from dtransformer.parallel.recompute.recompute import as_recompute_config
-
-_TYPE_NAMES = {bool: "a bool", int: "an int", float: "a number", str: "a str", type(None): "None"}
-_COMPUTE_TYPES = "float16", "bfloat16", "float32", "float64"
 
 
 def given_arguments(names: dict) -> dict:
@@ -58,7 +54,7 @@ def checked(init: Callable) -> Callable:
         out of range.
     """
     signature = inspect.signature(init)
-    kinds = {name: _hint_types(p.annotation) for name, p in signature.parameters.items()}
+    kinds = {name: hint_types(p.annotation) for name, p in signature.parameters.items()}
     kinds = {name: types for name, types in kinds.items() if types}
 
     @functools.wraps(init)
@@ -72,29 +68,6 @@ def checked(init: Callable) -> Callable:
     return with_checks
 
 
-def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
-    """Check the type and the range of one argument. See `checked`.
-
-    Args:
-        name: Name of the argument, which selects its range.
-        value: Its value.
-        kinds: Accepted types, out of bool, int, float, str and `NoneType`.
-
-    Raises:
-        TypeError: If the value has another type.
-        ValueError: If the value is out of range.
-    """
-    if not any(_is_instance(value, kind) for kind in kinds):
-        expected = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
-        raise TypeError(f"`{name}` must be {expected}, got {value!r} ({type(value).__name__}).")
-    if name == "num_layers" and value < 0:
-        raise ValueError(f"`{name}` must be at least 0, got {value}.")
-    if name == "epsilon" and value is not None and not 0 < value < math.inf:
-        raise ValueError(f"`{name}` must be a finite number above 0, got {value}.")
-    if name.endswith("_compute_type") and value not in _COMPUTE_TYPES:
-        raise ValueError(f"`{name}` must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}.")
-
-
 def check_floating(name: str, x: typing.Any) -> None:
     """Check that a tensor has a floating-point type.
 
@@ -103,20 +76,6 @@ def check_floating(name: str, x: typing.Any) -> None:
     """
     if not x.dtype.is_floating:
         raise TypeError(f"`{name}` must have a floating-point type, got {x.dtype.name}.")
-
-
-def _hint_types(annotation):
-    """Return the types of a hint as a tuple, or () if any of them is not in `_TYPE_NAMES`."""
-    kinds = typing.get_args(annotation) or (annotation,)
-    return kinds if all(kind in _TYPE_NAMES for kind in kinds) else ()
-
-
-def _is_instance(value, kind):
-    if kind is float:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return isinstance(value, kind)
 
 
 KEY = "settings"

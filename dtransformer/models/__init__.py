@@ -13,13 +13,25 @@ from dtransformer.models.pretrained import from_pretrained, save_pretrained
 from dtransformer.models.targets import check_target
 from dtransformer.models.translation import TranslationTransformer
 from dtransformer.models.weight_paths import freeze, unfreeze
+from dtransformer.transformer_config import (
+    AttentionConfig,
+    BlockConfig,
+    EmbeddingConfig,
+    HeadConfig,
+    TransformerConfig,
+)
 
 __all__ = [
+    "AttentionConfig",
+    "BlockConfig",
     "CausalLM",
+    "EmbeddingConfig",
     "EncoderDecoderLM",
     "GenerationOptions",
+    "HeadConfig",
     "MaskedLM",
     "TextGenerator",
+    "TransformerConfig",
     "TranslationTransformer",
     "add_lora",
     "check_target",

@@ -1,12 +1,13 @@
 """Base class of token models: embeddings, building, configs and parameter counts."""
 
 import math
+from collections.abc import Callable
+from typing import ClassVar
 
 import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.errors import check_int
 from dtransformer.layers.arguments import (
     KeepsSettings,
     as_config,
@@ -14,7 +15,6 @@ from dtransformer.layers.arguments import (
     checked,
     settings_of,
 )
-from dtransformer.layers.base import check_rate
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.norm import make_norm
@@ -26,6 +26,8 @@ from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.training_noise import EmbeddingNoise
 from dtransformer.parallel.pipeline_parallel.stage_weights import share_weights
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+from dtransformer.transformer_config import TransformerConfig
+from dtransformer.transformer_config import check_ids as check_ids
 
 
 def get_moe_config(arguments: dict) -> MoEConfig | None:
@@ -60,29 +62,23 @@ def active_share(path: str, shape: tuple[int, ...], arguments: dict) -> float:
     return config.num_experts_chosen / config.expert_num
 
 
-# Block arguments that networks accept under the same names.
-_BLOCK_ARGUMENTS = (
-    *("hidden_size", "num_heads", "ffn_hidden_size"),
-    *("norm", "norm_epsilon", "gated", "use_bias", "num_kv_heads", "head_dim", "qkv_bias"),
-    *("rotary_base", "rotary_fraction", "rotary_scaling", "query_scale", "soft_cap", "qk_norm"),
-    *("qk_norm_epsilon", "window", "implementation", "moe_config", "moe_every", "norm_placement"),
-    *("residual_scale", "block_pattern", "sinks", "latent", "qk_norm_after_rotary"),
-)
-
-# Sizes must be integers of at least 1. Dropout rates must be numbers in [0, 1).
-_SIZES = (
-    *("vocab_size", "source_vocab_size", "target_vocab_size"),
-    *("hidden_size", "num_layers", "decoder_layers"),
-)
-_RATES = "dropout_rate", "attention_dropout_rate", "embedding_dropout_rate"
-
-
 class TokenModel(KeepsSettings, keras.Model):
     """Base class of networks whose inputs are token ids.
 
+    Args:
+        config: `TransformerConfig`, or an integer: the size of the vocabulary.
+        lambda_func: Callable that assigns blocks to pipeline stages. Defaults to `spread_evenly`.
+        name: String. First part of all weight paths. Defaults to `default_name`.
+        dtype: Dtype policy or its name. Defaults to Keras' policy.
+        trainable: Boolean. Whether the weights are trained.
+        **arguments: Fields of the config and its groups, instead of a `config`; see
+            `TransformerConfig.from_arguments`.
+
     Attributes:
-        arguments: Dict of the constructor's arguments. `from_config` creates an equal
-            network from them.
+        network_class: Name of the class in `TransformerConfig.network`.
+        config: `TransformerConfig` of the network.
+        arguments: Dict of the fields of the config that the network has, and `lambda_func`.
+            `from_config` creates an equal network from them.
         vocab_size: Number of vocabulary entries in the logits.
         input_keys: `InputKeys` with the names of the inputs.
         origin: Tuple of the model family and the folder of the published weights that the
@@ -94,12 +90,51 @@ class TokenModel(KeepsSettings, keras.Model):
         embedding_noise: `EmbeddingNoise` added to embeddings in training, or `None`.
     """
 
+    network_class: ClassVar[str]
+    default_name: ClassVar[str]
+    vocab_argument: ClassVar[str] = "vocab_size"
     origin: tuple[str, str] | None = None
     stored_dtypes: dict = {}
     generation_rules: dict = {}
     has_warned_rules = False
     embedding_noise: EmbeddingNoise | None = None
     input_keys: InputKeys
+
+    def __init__(
+        self,
+        config: TransformerConfig | int | None = None,
+        *,
+        lambda_func: Callable | None = None,
+        name: str | None = None,
+        dtype: str | dict | keras.DTypePolicy | None = None,
+        trainable: bool = True,
+        **arguments,
+    ):
+        super().__init__(name=name or self.default_name, dtype=dtype, trainable=trainable)
+        self.config = self._make_config(config, arguments)
+        self.arguments = self.config.arguments()
+        if lambda_func is not None:
+            self.arguments["lambda_func"] = lambda_func
+        self.vocab_size = self.config.vocab_size
+        self.pad_id = self.config.pad_id
+
+    @classmethod
+    def _make_config(cls, config, arguments):
+        """Return a config as it is, or the config for a vocabulary size and flat arguments."""
+        if not isinstance(config, TransformerConfig):
+            sizes = {} if config is None else {cls.vocab_argument: config}
+            return TransformerConfig.from_arguments(cls.network_class, **sizes, **arguments)
+        if arguments:
+            raise TypeError(
+                f"{cls.__name__} got a TransformerConfig and `{next(iter(arguments))}`. Set the "
+                "field in the config, or pass all fields as arguments."
+            )
+        if config.network != cls.network_class:
+            raise ValueError(
+                f"{cls.__name__} got a config with `network={config.network!r}`. Set "
+                f"`network={cls.network_class!r}`."
+            )
+        return config
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -125,8 +160,8 @@ class TokenModel(KeepsSettings, keras.Model):
     @property
     def embedding_scale(self) -> float:
         """Factor on embeddings. Defaults to √h (Vaswani et al., 2017, §3.4)."""
-        scale = self.arguments.get("embedding_scale")
-        return first_given(scale, float(self.arguments["hidden_size"]) ** 0.5)
+        scale = self.config.embedding.embedding_scale
+        return first_given(scale, float(self.config.hidden_size) ** 0.5)
 
     def check_positions(self, length: int, name: str = "max_length") -> None:
         """Check that a sequence fits into the learned positions.
@@ -185,53 +220,62 @@ class TokenModel(KeepsSettings, keras.Model):
         )
 
     def _make_embedding(self, vocab_size, name):
-        h = self.arguments["hidden_size"]
+        h = self.config.hidden_size
         # Embeddings then have unit variance after scaling by √h, and a tied head has logits of a
         # sensible size.
-        deviation = 1.0 if self.arguments.get("scales_output") else h**-0.5
+        deviation = 1.0 if self.config.head.scales_output else h**-0.5
         normal = keras.initializers.RandomNormal(stddev=deviation)
         return VocabEmbedding(vocab_size, h, normal, dtype=self.dtype_policy, name=name)
 
     def _make_head(self):
+        options = self.config.head
         return VocabHead(
             self.vocab_size,
-            use_bias=self.arguments["head_bias"],
-            tied=self.arguments["tied_head"],
+            use_bias=options.head_bias,
+            tied=options.tied_head,
             keeps_padding=True,
-            scale=self.arguments.get("logits_scale", 1.0),
-            soft_cap=self.arguments.get("logits_soft_cap"),
+            scale=options.logits_scale,
+            soft_cap=options.logits_soft_cap,
             dtype=self.dtype_policy,
             name="head",
         )
 
     def _make_positions(self, length, name):
-        offset = self.arguments.get("position_offset", 0)
-        options = {"offset": offset, "dtype": self.dtype_policy, "name": name}
-        return PositionEmbedding(length, self.arguments["positions"], **options)
+        options = self.config.embedding
+        return PositionEmbedding(
+            length,
+            options.positions,
+            offset=options.position_offset,
+            dtype=self.dtype_policy,
+            name=name,
+        )
 
     def _make_embedding_norm(self, name):
-        kind = self.arguments["norm"]
-        epsilon = self.arguments["norm_epsilon"]
-        norm = make_norm(kind, epsilon, dtype=self.dtype_policy, name=name)
+        options = self.config.block
+        norm = make_norm(options.norm, options.norm_epsilon, dtype=self.dtype_policy, name=name)
         norm.pipeline_stage = 0
         return norm
 
     def _make_embedding_dropout(self, name):
-        rate = self.arguments["embedding_dropout_rate"]
+        rate = self.config.embedding_dropout_rate
         return Dropout(rate, dtype=self.dtype_policy, name=name)
 
-    def _block_arguments(self, lambda_func):
+    def _block_arguments(self):
         """Return the arguments of a stack of blocks, except the number of blocks."""
-        is_rotary = self.arguments["positions"] == "rotary"
+        config = self.config
+        options = {**vars(config.attention), **vars(config.block)}
+        if config.embedding.positions != "rotary":
+            options["rotary_base"] = None
+        has_field = {"rotary_base", *self.arguments}
         return {
-            "lambda_func": lambda_func,
-            "attention_dropout_rate": self.arguments["attention_dropout_rate"],
-            "hidden_dropout_rate": self.arguments["dropout_rate"],
-            "hidden_act": self.arguments["hidden_act"],
-            "post_layernorm_residual": self.arguments["post_layernorm_residual"],
+            **{name: value for name, value in options.items() if name in has_field},
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_heads,
+            "ffn_hidden_size": config.ffn_hidden_size,
+            "attention_dropout_rate": config.attention_dropout_rate,
+            "hidden_dropout_rate": config.dropout_rate,
+            "lambda_func": self.arguments.get("lambda_func"),
             "dtype": self.dtype_policy,
-            **{key: self.arguments[key] for key in _BLOCK_ARGUMENTS if key in self.arguments},
-            **({} if is_rotary else {"rotary_base": None}),
         }
 
     def _embed_ids(
@@ -241,7 +285,7 @@ class TokenModel(KeepsSettings, keras.Model):
         x, table = embedding(ids)
         if self.embedding_noise is not None:
             x = self.embedding_noise(x)
-        if not self.arguments.get("trains_padding", True):
+        if not self.config.embedding.trains_padding:
             is_trained = constrain((ids != self.pad_id)[..., None], ("batch", "length", None))
             x = tf.where(is_trained, x, tf.stop_gradient(x))
         if self.embedding_scale != 1:
@@ -263,7 +307,7 @@ class TokenModel(KeepsSettings, keras.Model):
                 if not embedding.built:
                     embedding.build((None, None))
             for layer in filter(None, layers):
-                layer.build((None, None, self.arguments["hidden_size"]))
+                layer.build((None, None, self.config.hidden_size))
         self.built = True
         share_weights(self, example_inputs)
 
@@ -290,43 +334,6 @@ def start_after_padding(ids: tf.Tensor, pad_id: int) -> tf.Tensor:
     return -tf.minimum(tf.reduce_min(positions, axis=1), length)
 
 
-def complete_arguments(arguments: dict) -> dict:
-    """Check a network's arguments and fill in defaults that depend on other arguments.
-
-    Dropout rates that are `None` become `dropout_rate`, and an `ffn_hidden_size` of `None`
-    becomes 4·h. A `lambda_func` of `None` is removed.
-
-    Returns:
-        A new dict of the arguments.
-
-    Raises:
-        TypeError: If a size is not an integer, or a rate is not a number.
-        ValueError: If a size or a rate is out of range.
-    """
-    result = dict(arguments)
-    for name in filter(result.__contains__, _SIZES):
-        check_int(name, result[name])
-    for name in _RATES:
-        result[name] = check_rate(name, first_given(result[name], result["dropout_rate"]))
-    result["ffn_hidden_size"] = first_given(result["ffn_hidden_size"], 4 * result["hidden_size"])
-    if result["lambda_func"] is None:
-        del result["lambda_func"]
-    return result
-
-
 def first_given(value, default):
     """Return `value`, or `default` if `value` is `None`."""
     return default if value is None else value
-
-
-def check_ids(vocab_size: int, **ids: int | None) -> None:
-    """Check that special tokens are in the vocabulary. Ids of `None` pass.
-
-    Raises:
-        ValueError: If an id is negative, or `vocab_size` or larger.
-    """
-    for name, value in ids.items():
-        if value is not None and not 0 <= value < vocab_size:
-            raise ValueError(
-                f"`{name}` must be in the vocabulary of {vocab_size} entries, got {value}."
-            )

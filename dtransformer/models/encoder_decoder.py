@@ -11,13 +11,14 @@ from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.decoder import DecoderCache
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
-from dtransformer.models.base import TokenModel, check_ids, start_after_padding
+from dtransformer.models.base import TokenModel, start_after_padding
 from dtransformer.models.generation.continuation import Generation
 from dtransformer.models.generation.generator import Generator, OnTokens
 from dtransformer.models.generation.rules import resolve_options
 from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+from dtransformer.transformer_config import TRANSLATION, TransformerConfig
 
 SIDES = "source", "target"
 _RELATIVE = "relative"
@@ -51,49 +52,45 @@ class EncoderDecoderModel(TokenModel):
     # Whether a mesh decodes all tokens in one compiled function; see `loops.compiled`.
     loops_on_mesh = False
 
-    def _set_up(self, lambda_func):
-        """Create the layers from `self.arguments`.
-
-        Subclasses whose source and target differ have arguments per side, such as
-        `source_vocab_size` instead of `vocab_size`.
-        """
-        options = self.arguments
-
-        def get_option(name, default):
-            return options.get(name, options.get(default))
-
-        source_size, self.vocab_size = (get_option(f"{x}_vocab_size", "vocab_size") for x in SIDES)
-        self._max_lengths = {x: get_option(f"max_{x}_length", "max_length") for x in SIDES}
-        self.pad_id, self.start_id, self.end_id = (
-            options[f"{name}_id"] for name in ("pad", "start", "end")
-        )
-        check_ids(min(source_size, self.vocab_size), pad_id=self.pad_id)
-        check_ids(self.vocab_size, start_id=self.start_id, end_id=self.end_id)
+    def __init__(self, config: TransformerConfig | int | None = None, **arguments):
+        super().__init__(config, **arguments)
+        config = self.config
+        self.start_id = config.start_id
+        self.end_id = config.end_id
         never = self.pad_id, self.start_id
         self._generator = Generator(self, Generation, never, loops_on_mesh=self.loops_on_mesh)
-        self._add_embeddings(source_size, options.get("shared_embeddings", True))
+        self._add_embeddings()
         self.transformer = Transformer(
-            options["encoder_layers"],
-            options["decoder_layers"],
+            config.encoder_layers,
+            config.decoder_layers,
             name="transformer",
             causal=True,
             **self._relative_positions(),
-            **self._block_arguments(lambda_func),
+            **self._block_arguments(),
         )
         self.head = self._make_head()
 
-    def _add_embeddings(self, source_vocab_size, shared):
-        options = self.arguments
-        self.source_embedding = self._make_embedding(source_vocab_size, "source_embedding")
+    @property
+    def _max_lengths(self):
+        """Number of learned positions of each side."""
+        options = self.config.embedding
+        target = options.max_length
+        is_translation = self.network_class == TRANSLATION
+        return dict(zip(SIDES, (options.max_source_length if is_translation else target, target)))
+
+    def _add_embeddings(self):
+        options = self.config.embedding
+        source_size = options.source_vocab_size or self.vocab_size
+        self.source_embedding = self._make_embedding(source_size, "source_embedding")
         self.target_embedding = self.source_embedding
-        if not shared:
+        if self.network_class == TRANSLATION and not options.shared_embeddings:
             self.target_embedding = self._make_embedding(self.vocab_size, "target_embedding")
         self.source_positions = self.target_positions = self.source_norm = self.target_norm = None
-        if options["positions"] != _RELATIVE:
+        if options.positions != _RELATIVE:
             for side in SIDES:
                 positions = self._make_positions(self._max_lengths[side], f"{side}_positions")
                 setattr(self, f"{side}_positions", positions)
-        if options.get("embedding_norm"):
+        if options.embedding_norm:
             for side in SIDES:
                 setattr(self, f"{side}_norm", self._make_embedding_norm(f"{side}_norm"))
         self.source_dropout, self.target_dropout = (
@@ -102,10 +99,11 @@ class EncoderDecoderModel(TokenModel):
 
     def _relative_positions(self):
         """Return the stacks' arguments for relative positions; empty for other positions."""
-        if self.arguments["positions"] != _RELATIVE:
+        options = self.config.embedding
+        if options.positions != _RELATIVE:
             return {}
         names = ("relative_ranges", "relative_max_distance")
-        arguments = {name: self.arguments[name] for name in names}
+        arguments = {name: getattr(options, name) for name in names}
         distance_ranges(*arguments.values())  # raises an error for invalid values
         return arguments
 
@@ -120,7 +118,7 @@ class EncoderDecoderModel(TokenModel):
         ]
         ids = tf.TensorSpec([1, 1], "int32")
         self._build_layers(embeddings, layers, {"source": ids, "target": ids})
-        if self.head.use_bias and not self.arguments.get("trains_head_bias", True):
+        if self.head.use_bias and not self.config.head.trains_head_bias:
             self.head.bias.trainable = False
 
     def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
@@ -147,8 +145,8 @@ class EncoderDecoderModel(TokenModel):
         return self._logits(x, table)
 
     def _logits(self, x, table):
-        if self.arguments.get("scales_output"):
-            x *= tf.cast(self.arguments["hidden_size"] ** -0.5, x.dtype)
+        if self.config.head.scales_output:
+            x *= tf.cast(self.config.hidden_size**-0.5, x.dtype)
         return self.head(x, table)
 
     def _is_token(self, target):
@@ -194,7 +192,7 @@ class EncoderDecoderModel(TokenModel):
 
     def _start(self, ids, segments):
         """Return the position of the first id, or one per row if padding may precede the tokens."""
-        is_counted = self.arguments.get("positions_after_padding") and segments is None
+        is_counted = self.config.embedding.positions_after_padding and segments is None
         return start_after_padding(ids, self.pad_id) if is_counted else 0
 
     def _embed_target(self, target, **options):
@@ -285,7 +283,7 @@ class EncoderDecoderModel(TokenModel):
             self.check_positions(length or 0, name if name in self.arguments else "max_length")
         if max_length is None:
             max_length = 2 * int(tf.shape(source)[1]) + 10
-            if self.arguments["positions"] == "learned":
+            if self.config.embedding.positions == "learned":
                 max_length = min(max_length, self._max_lengths["target"])
         return self._generator(source, max_length, options, on_tokens)
 
@@ -314,6 +312,6 @@ class EncoderDecoderModel(TokenModel):
         Returns:
             A dict from the stacks' names, `"encoder"` and `"decoder"`, to shapes (b, s, h).
         """
-        h = self.arguments["hidden_size"]
+        h = self.config.hidden_size
         input_shapes = self.named_inputs(input_shapes)
         return {"encoder": (*input_shapes["source"], h), "decoder": (*input_shapes["target"], h)}

@@ -1,21 +1,16 @@
 """Encoders for masked language modeling, such as BERT and ModernBERT."""
 
-from collections.abc import Callable, Mapping, Sequence
-
 import tensorflow as tf
 
-from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.heads import MaskedLMHead, SequenceHead
 from dtransformer.layers.position import TokenTypeEmbedding
-from dtransformer.models.base import check_ids, complete_arguments, start_after_padding
+from dtransformer.models.base import start_after_padding
 from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.models.one_stack import OneStackModel
-from dtransformer.parallel.config.config import MoEConfig
-
-_POSITIONS = "learned", "rotary"
+from dtransformer.transformer_config import TransformerConfig
 
 
 @register
@@ -35,40 +30,9 @@ class MaskedLM(OneStackModel):
         - [Warner et al., 2024, ModernBERT](https://arxiv.org/abs/2412.13663)
 
     Args:
-        vocab_size: Integer. Size V of the vocabulary.
-        hidden_size: Integer. Size h of embeddings and blocks.
-        num_heads: Integer. Number of attention heads. Must divide `hidden_size`.
-        ffn_hidden_size: Integer. Inner size of the feed-forward layers. Defaults to 4·h.
-        num_layers: Integer. Number of blocks.
-        dropout_rate: Float in [0, 1). Dropout rate of embeddings and sublayer outputs.
-        attention_dropout_rate: Float in [0, 1). Dropout rate of attention probabilities.
-            Defaults to `dropout_rate`.
-        embedding_dropout_rate: Float in [0, 1). Dropout rate of embeddings. Defaults to
-            `dropout_rate`.
-        hidden_act: Name of a Keras activation, or a callable. The head uses it as well.
-        max_length: Integer. Number of learned positions, in tokens.
-        positions: `"learned"`, limited to `max_length`, or `"rotary"` in each block.
-        position_offset: Integer. Index of the first position; see `PositionEmbedding`.
-        num_token_types: Integer. Number of token types, such as 2 for sentence pairs. 0
-            disables token types.
-        next_sentence: Boolean. Whether to add a head for next-sentence prediction on the
-            first token.
-        tied_head: Boolean. Whether the embedding table is also the head's kernel.
-        post_layernorm_residual: Boolean. Whether blocks normalize after the residual
-            addition.
-        norm_epsilon: Float. Constant added to the variance in norms. Defaults to 1e-12, as
-            in BERT.
-        norm, gated, use_bias: For blocks and the head; see `TransformerEncoderLayer`.
-        rotary_base, rotary_fraction, rotary_scaling, block_pattern: See `CausalLM`.
-        window: Integer. Number of positions, including itself, that each position attends
-            to on either side. `None` disables the limit.
-        embedding_scale: Float. Factor on embeddings.
-        pad_id: Integer. Id of the padding token. `None` if the vocabulary has none.
-        lambda_func: Callable that assigns blocks to pipeline stages.
-        moe_config: `MoEConfig` or dict of its fields. Selected blocks have a mixture of
-            experts (`MoE`) instead of a feed-forward layer. `None` disables experts.
-        moe_every: Integer. Every `moe_every`-th block has experts. A `lambda_func` may
-            choose other blocks.
+        config: `TransformerConfig` with this `network`, or an integer: the size of the vocabulary.
+        **arguments: Fields of the config and its groups instead of a `config`, and the arguments
+            of `TokenModel`.
 
     Call arguments:
         inputs: Int tensor [b, s] of token ids, padded at the end with `pad_id`, or a dict of
@@ -87,10 +51,9 @@ class MaskedLM(OneStackModel):
         `"next_sentence"` [b, 2].
 
     Raises:
-        TypeError: If a size is not an integer, or a rate is not a number.
-        ValueError: If a size or a rate is out of range, `num_heads` does not divide
-            `hidden_size`, an input name is unknown, or a text is longer than the learned
-            positions.
+        TypeError: If an argument is unknown or has a wrong type.
+        ValueError: If an argument is out of range, does not apply to the network or contradicts
+            another one, or a text is longer than the learned positions.
 
     Example:
 
@@ -106,81 +69,39 @@ class MaskedLM(OneStackModel):
         {"input_ids": "tokens", "token_type_ids": "token_types"},
     )
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int = 512,
-        num_heads: int = 8,
-        ffn_hidden_size: int | None = None,
-        num_layers: int = 6,
-        dropout_rate: float = 0.1,
-        attention_dropout_rate: float | None = None,
-        embedding_dropout_rate: float | None = None,
-        hidden_act: str | Callable = "gelu",
-        max_length: int = 512,
-        position_offset: int = 0,
-        num_token_types: int = 2,
-        next_sentence: bool = False,
-        tied_head: bool = True,
-        post_layernorm_residual: bool = True,
-        norm_epsilon: float = 1e-12,
-        embedding_scale: float = 1.0,
-        pad_id: int | None = 0,
-        lambda_func: Callable | None = None,
-        moe_config: MoEConfig | dict | None = None,
-        moe_every: int = 1,
-        positions: str = "learned",
-        norm: str = "layer_norm",
-        gated: bool = False,
-        use_bias: bool = True,
-        rotary_base: float = 10000.0,
-        rotary_fraction: float = 1.0,
-        rotary_scaling: dict | None = None,
-        window: int | None = None,
-        block_pattern: Sequence[Mapping] | None = None,
-        name: str = "masked_lm",
-        **kwargs,
-    ):
-        arguments = given_arguments(locals())
-        super().__init__(name=name, **kwargs)
-        self.arguments = complete_arguments(arguments)
-        if positions not in _POSITIONS:
-            raise ValueError(
-                f"`positions` must be one of {', '.join(_POSITIONS)}, got {positions!r}."
-            )
-        check_ids(vocab_size, pad_id=pad_id)
-        self.pad_id = pad_id
-        self.vocab_size = vocab_size
-        self._add_layers(lambda_func)
+    network_class = "MaskedLM"
+    default_name = "masked_lm"
 
-    def _add_layers(self, lambda_func):
-        options = self.arguments
+    def __init__(self, config: TransformerConfig | int | None = None, **arguments):
+        super().__init__(config, **arguments)
+        config = self.config
         policy = self.dtype_policy
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
         self.positions = self.token_types = None
-        if options["positions"] != "rotary":
-            self.positions = self._make_positions(options["max_length"], "positions")
-        if options["num_token_types"]:
+        if config.embedding.positions != "rotary":
+            self.positions = self._make_positions(config.embedding.max_length, "positions")
+        if config.embedding.num_token_types:
             self.token_types = TokenTypeEmbedding(
-                options["num_token_types"], dtype=policy, name="token_types"
+                config.embedding.num_token_types, dtype=policy, name="token_types"
             )
         self.embedding_norm = self._make_embedding_norm("embedding_norm")
         self.dropout = self._make_embedding_dropout("dropout")
-        arguments = self._block_arguments(lambda_func)
-        self.blocks = TransformerEncoder(options["num_layers"], name="blocks", **arguments)
+        self.blocks = TransformerEncoder(
+            config.num_layers, name="blocks", **self._block_arguments()
+        )
         self.head = MaskedLMHead(
             self.vocab_size,
-            options["hidden_size"],
-            options["hidden_act"],
-            options["norm_epsilon"],
-            norm=options["norm"],
-            dense_bias=options["use_bias"],
-            tied=options["tied_head"],
+            config.hidden_size,
+            config.block.hidden_act,
+            config.block.norm_epsilon,
+            norm=config.block.norm,
+            dense_bias=config.block.use_bias,
+            tied=config.head.tied_head,
             dtype=policy,
             name="head",
         )
         self.sentence_head = None
-        if options["next_sentence"]:
+        if config.head.next_sentence:
             self.sentence_head = SequenceHead(
                 2, hidden_act="tanh", dtype=policy, name="sentence_head"
             )
@@ -203,7 +124,7 @@ class MaskedLM(OneStackModel):
                 "row. Use one text per row, or set `next_sentence=False`."
             )
         start = 0
-        if self.arguments["position_offset"] and self.pad_id is not None and segments is None:
+        if self.config.embedding.position_offset and self.pad_id is not None and segments is None:
             # RoBERTa counts positions from the first token. Padding may precede it.
             start = start_after_padding(ids, self.pad_id)
         x, table = self._embed_ids(

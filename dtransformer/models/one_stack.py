@@ -48,7 +48,7 @@ class OneStackModel(TokenModel):
         if not self.has_task_head:
             return shapes
         shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
-        head_shapes = weight_shapes.of_layer(self.head, (None, None, self.arguments["hidden_size"]))
+        head_shapes = weight_shapes.of_layer(self.head, (None, None, self.config.hidden_size))
         return {**shapes, **{f"head/{path}": shape for path, shape in head_shapes.items()}}
 
     def get_config(self):
@@ -81,7 +81,7 @@ class OneStackModel(TokenModel):
             A dict with the stack's name and its shape (b, s, h).
         """
         ids = self.named_inputs(input_shapes)["tokens"]
-        return {"blocks": (*ids, self.arguments["hidden_size"])}
+        return {"blocks": (*ids, self.config.hidden_size)}
 
 
 def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> OneStackModel:
@@ -116,7 +116,7 @@ def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> On
     head.name = "head"
     if network.built:
         with keras.name_scope(network.name, caller=network):
-            head.build((None, None, network.arguments["hidden_size"]))
+            head.build((None, None, network.config.hidden_size))
     if network.built and sentences is not None and getattr(head, "pooler", None) is not None:
         for weight, pretrained in zip(head.pooler.weights, sentences.pooler.weights, strict=True):
             weight.assign(pretrained)

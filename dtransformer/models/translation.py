@@ -1,12 +1,7 @@
 """Encoder–decoder Transformer for translation."""
 
-from collections.abc import Callable
-
-from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
-from dtransformer.models.base import complete_arguments, first_given
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
-from dtransformer.parallel.config.config import MoEConfig
 
 
 @register
@@ -17,35 +12,10 @@ class TranslationTransformer(EncoderDecoderModel):
         [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
 
     Args:
-        source_vocab_size: Integer. Size of the source vocabulary.
-        target_vocab_size: Integer. Size of the target vocabulary. Defaults to
-            `source_vocab_size`.
-        hidden_size: Integer. Size h of embeddings and blocks.
-        num_heads: Integer. Number of attention heads. Must divide `hidden_size`.
-        ffn_hidden_size: Integer. Inner size of the feed-forward layers. Defaults to 4·h.
-        encoder_layers: Integer. Number of encoder blocks.
-        decoder_layers: Integer. Number of decoder blocks.
-        dropout_rate: Float in [0, 1). Dropout rate of embeddings and sublayer outputs.
-        attention_dropout_rate: Float in [0, 1). Dropout rate of attention probabilities.
-            Defaults to `dropout_rate`.
-        embedding_dropout_rate: Float in [0, 1). Dropout rate of embeddings. Defaults to
-            `dropout_rate`.
-        hidden_act: Name of a Keras activation, or a callable.
-        positions: `"sinusoidal"`, or `"learned"`, limited to the maximum lengths.
-        max_source_length: Integer. Number of learned source positions.
-        max_target_length: Integer. Number of learned target positions.
-        shared_embeddings: Boolean. Whether source and target share one embedding table.
-            Requires equal vocabulary sizes.
-        tied_head: Boolean. Whether the target's embedding table is also the head's kernel.
-        head_bias: Boolean. Whether the head has a bias.
-        post_layernorm_residual: Boolean. Whether blocks normalize after the residual
-            addition.
-        pad_id, start_id, end_id: Integers. Ids of the padding, start and end tokens.
-        lambda_func: Callable that assigns blocks to pipeline stages.
-        moe_config: `MoEConfig` or dict of its fields. Selected blocks have a mixture of
-            experts (`MoE`) instead of a feed-forward layer. `None` disables experts.
-        moe_every: Integer. Every `moe_every`-th block has experts. A `lambda_func` may
-            choose other blocks.
+        config: `TransformerConfig` with this `network`, or an integer: the
+            size of the source vocabulary, and of the target vocabulary by default.
+        **arguments: Fields of the config and its groups instead of a `config`, and the arguments
+            of `TokenModel`.
 
     Call arguments:
         inputs: Dict of int tensors `"source"` [b, s] and `"target"` [b, t], padded with
@@ -59,10 +29,9 @@ class TranslationTransformer(EncoderDecoderModel):
         `model_parallel`.
 
     Raises:
-        TypeError: If a size is not an integer, or a rate is not a number.
-        ValueError: If a size or a rate is out of range, `num_heads` does not divide
-            `hidden_size`, shared embeddings have different vocabulary sizes, or a text is
-            longer than the learned positions.
+        TypeError: If an argument is unknown or has a wrong type.
+        ValueError: If an argument is out of range, does not apply to the network or contradicts
+            another one, or a text is longer than the learned positions.
 
     Example:
 
@@ -75,45 +44,7 @@ class TranslationTransformer(EncoderDecoderModel):
     2
     """
 
+    network_class = "TranslationTransformer"
+    default_name = "translation_transformer"
+    vocab_argument = "source_vocab_size"
     loops_on_mesh = True  # DTensor can compile this model's decoding loop
-
-    def __init__(
-        self,
-        source_vocab_size: int,
-        target_vocab_size: int | None = None,
-        hidden_size: int = 512,
-        num_heads: int = 8,
-        ffn_hidden_size: int | None = None,
-        encoder_layers: int = 6,
-        decoder_layers: int = 6,
-        dropout_rate: float = 0.1,
-        attention_dropout_rate: float | None = None,
-        embedding_dropout_rate: float | None = None,
-        hidden_act: str | Callable = "relu",
-        positions: str = "sinusoidal",
-        max_source_length: int = 256,
-        max_target_length: int = 256,
-        shared_embeddings: bool = False,
-        tied_head: bool = False,
-        head_bias: bool = False,
-        post_layernorm_residual: bool = False,
-        pad_id: int = 0,
-        start_id: int = 2,
-        end_id: int = 3,
-        lambda_func: Callable | None = None,
-        moe_config: MoEConfig | dict | None = None,
-        moe_every: int = 1,
-        name: str = "translation_transformer",
-        **kwargs,
-    ):
-        arguments = given_arguments(locals())
-        super().__init__(name=name, **kwargs)
-        target_vocab_size = first_given(target_vocab_size, source_vocab_size)
-        arguments["target_vocab_size"] = target_vocab_size
-        if shared_embeddings and target_vocab_size != source_vocab_size:
-            raise ValueError(
-                f"`shared_embeddings=True` needs equal vocabularies, got `source_vocab_size="
-                f"{source_vocab_size}` and `target_vocab_size={target_vocab_size}`."
-            )
-        self.arguments = complete_arguments(arguments)
-        self._set_up(lambda_func)

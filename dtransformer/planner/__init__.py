@@ -15,6 +15,7 @@ Example: four nodes of eight H100, and a Llama of 13 B.
 """
 
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.planner.automatic import auto_config
 from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, Link, device_named
 from dtransformer.planner.cost import Cost
 from dtransformer.planner.job import Job
@@ -33,6 +34,7 @@ __all__ = [
     "ModelShape",
     "Plan",
     "TransformerOpParallelConfig",
+    "auto_config",
     "cost",
     "device_named",
     "from_network",

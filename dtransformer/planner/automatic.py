@@ -1,8 +1,10 @@
 """Automatic mode: every rank of a job computes the planner's layout when it starts."""
 
+import os
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner import report
 from dtransformer.planner.clusters import Cluster, Device, device_named
 from dtransformer.planner.job import Job
@@ -57,6 +59,34 @@ def automatic_plan(
     if not result.fits:
         raise InputError(f"{report.fit_line(result.best)} {result.why}")
     return result
+
+
+def auto_config(model: object, global_batch: int, **options: object) -> TransformerOpParallelConfig:
+    """Return the planner's layout for this job.
+
+    The result is identical on all ranks. Rank 0 prints it with the reason. A network need not be
+    built. To create it later, pass its name or its `ModelShape`.
+
+    Args:
+        model: Network, `ModelShape`, or name of a published model.
+        global_batch: Integer. Sequences per step, over all replicas.
+        **options: Options of `automatic_plan`: `device`, `precision`, `optimizer`,
+            `local_devices`, and `fixed`, a dict of fields to keep.
+
+    Raises:
+        InputError: If no layout fits into memory or has the fixed fields.
+
+    Example:
+
+    >>> config = auto_config("gpt2_small", 8, device="a100")
+    Layout: one device · 2 micro-batches of 4. Chosen by the planner: ...
+    >>> config.resolve(1).data_parallel
+    1
+    """
+    result = automatic_plan(model, global_batch, **options)
+    if os.environ.get("HOROVOD_RANK", "0") == "0":
+        print(summary(result))
+    return result.best.config
 
 
 def summary(result: Plan) -> str:

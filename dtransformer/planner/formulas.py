@@ -7,6 +7,10 @@ Korthikanti et al., 2022, arXiv 2205.05198, §4 and §5; sums over the model axi
 2019, arXiv 1909.08053, §3; rings, Patarasuk and Yuan, 2009.
 """
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 # Bytes of Adam's states per parameter in mixed precision: float32 copy, mean and variance.
@@ -45,16 +49,42 @@ def state_bytes(parameters, replicas, level, weights=2, gradients=2, states=MIXE
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes that determine the activations of a block.
+
+    Args:
+        length: Positions s of the block's stream.
+        attended: List with the number of attended positions t for each attention of the block.
+        hidden_size, num_heads, head_dim, num_kv_heads, ffn_hidden_size: h, n, d, m and f.
+        gated: Boolean, whether the feed-forward layer has a gate.
+        sublayer_norms: Number of norms per sublayer. Use 0.5 if two sublayers share a norm and
+            its output.
+        latent_features: Number of latent features per attention. Projected and normalized
+            latents are saved on every device.
+        expert_rows: Rows per sequence that experts compute instead of a feed-forward layer. The
+            rows and the experts' outputs are saved. `None` for a block without experts.
+        experts_chosen: Number of experts per token.
+        shared_experts: Number of experts that receive every token.
+    """
+
+    length: Any
+    attended: Sequence
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    gated: bool = False
+    sublayer_norms: float = 1
+    latent_features: int = 0
+    expert_rows: Any = None
+    experts_chosen: int = 0
+    shared_experts: int = 0
+
+
 def saved_activation_bytes(
-    *,
-    length,
-    attended,
-    hidden_size,
-    num_heads,
-    head_dim,
-    num_kv_heads,
-    ffn_hidden_size,
-    gated=False,
+    block: BlockSizes,
     item_bytes=2,
     model_parallel=1,
     is_sequence_sharded=False,
@@ -62,11 +92,6 @@ def saved_activation_bytes(
     is_input_sharded=False,
     recomputed=(),
     by_blocks=(),
-    expert_rows=None,
-    experts_chosen=0,
-    shared_experts=0,
-    sublayer_norms=1,
-    latent_features=0,
 ):
     """Return the bytes of activations that a block saves per sequence on one device.
 
@@ -77,10 +102,7 @@ def saved_activation_bytes(
     tensors of i·s·f, or three if it is gated. A recomputed block saves only its inputs.
 
     Args:
-        length: Positions s of the block's stream.
-        attended: List with the number of attended positions t for each attention of the block.
-        hidden_size, num_heads, head_dim, num_kv_heads, ffn_hidden_size: h, n, d, m and f.
-        gated: Boolean, whether the feed-forward layer has a gate.
+        block: The `BlockSizes`.
         item_bytes: Bytes i of an activation.
         model_parallel: Number of tensor-parallel shards.
         is_sequence_sharded: Boolean, whether the residual stream is also sharded.
@@ -91,47 +113,47 @@ def saved_activation_bytes(
             their inner activations, "norm" the norms' inputs.
         by_blocks: List of booleans, whether each attention is computed blockwise. Defaults to
             none.
-        expert_rows: Rows per sequence that experts compute instead of a feed-forward layer. The
-            rows and the experts' outputs are saved. `None` for a block without experts.
-        experts_chosen: Number of experts per token.
-        shared_experts: Number of experts that receive every token.
-        sublayer_norms: Number of norms per sublayer. Use 0.5 if two sublayers share a norm and
-            its output.
-        latent_features: Number of latent features per attention. Projected and normalized
-            latents are saved on every device.
 
     Example: s·b·h(34 + 5·n·s/h), in units of s·b·h; Korthikanti et al., table 2.
 
-    >>> sizes = dict(length=2048, attended=[2048], hidden_size=6144, num_heads=64, head_dim=96,
-    ...              num_kv_heads=64, ffn_hidden_size=4 * 6144)
-    >>> round(float(saved_activation_bytes(**sizes)) / (2048 * 6144), 1)
+    >>> sizes = BlockSizes(length=2048, attended=[2048], hidden_size=6144, num_heads=64,
+    ...     head_dim=96, num_kv_heads=64, ffn_hidden_size=4 * 6144)
+    >>> round(float(saved_activation_bytes(sizes)) / (2048 * 6144), 1)
     140.7
     """
-    stream = length * hidden_size
+    length = block.length
+    attended = block.attended
+    norms_per_sublayer = block.sublayer_norms
+    stream = length * block.hidden_size
     num_attentions = len(attended)
     t = model_parallel
     item = item_bytes
     if recomputes_block:
         is_sharded = np.logical_or(is_sequence_sharded, is_input_sharded)
         return item * stream * num_attentions / np.where(is_sharded, t, 1)
-    norms = (num_attentions + 1) * sublayer_norms * item
-    inputs = (num_attentions + 1) * min(sublayer_norms, 1) * item
+    norms = (num_attentions + 1) * norms_per_sublayer * item
+    inputs = (num_attentions + 1) * min(norms_per_sublayer, 1) * item
     replicated = norms + inputs + (num_attentions + 1)  # Each sublayer has a one-byte dropout mask.
-    heads = sum(num_heads * length + num_kv_heads * attended_length for attended_length in attended)
-    sharded = 2 * item * head_dim * heads
+    heads = sum(
+        block.num_heads * length + block.num_kv_heads * attended_length
+        for attended_length in attended
+    )
+    sharded = 2 * item * block.head_dim * heads
     for attended_length, is_blockwise in zip(attended, [*by_blocks, *[False] * num_attentions]):
         if is_blockwise:
-            sharded += 4 * num_heads * length
+            sharded += 4 * block.num_heads * length
         elif "attention" not in recomputed:
-            sharded += (2 * item + 1) * num_heads * length * attended_length
+            sharded += (2 * item + 1) * block.num_heads * length * attended_length
     if "feed_forward" not in recomputed:
-        rows = length if expert_rows is None else expert_rows + shared_experts * length
-        sharded += (3 if gated else 2) * item * rows * ffn_hidden_size
-        if experts_chosen:
-            replicated += item * (expert_rows / length + experts_chosen)
+        rows = length
+        if block.expert_rows is not None:
+            rows = block.expert_rows + block.shared_experts * length
+        sharded += (3 if block.gated else 2) * item * rows * block.ffn_hidden_size
+        if block.experts_chosen:
+            replicated += item * (block.expert_rows / length + block.experts_chosen)
     if "norm" in recomputed:
         replicated -= norms
-    latents = 2 * item * latent_features * length * num_attentions
+    latents = 2 * item * block.latent_features * length * num_attentions
     return latents + replicated * stream / np.where(is_sequence_sharded, t, 1) + sharded / t
 
 

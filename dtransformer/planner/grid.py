@@ -63,7 +63,11 @@ def _layout_groups(model, cluster, job, fixed):
             axes = {"stage": p, "context": c, "data": data}
             if batch % data or not all(allowed(axis, [size]) for axis, size in axes.items()):
                 continue
-            experts = divisors(np.gcd(data, model.num_experts)) if model.num_experts > 1 else [1]
+            experts = (
+                divisors(np.gcd(data, model.experts.expert_num))
+                if model.experts.expert_num > 1
+                else [1]
+            )
             for e in allowed("expert", experts):
                 axes = {"stage": p, "data": data, "context": c, "model": t, "expert": e}
                 levels = _supported_levels(
@@ -95,8 +99,8 @@ def _supported_levels(levels, local_devices, job, axes):
 
 
 def _is_indivisible(model, t):
-    inner = model.ffn_hidden_size, model.expert_hidden_size or t
-    return model.num_heads % t or model.num_kv_heads % t or any(size % t for size in inner)
+    inner = model.config.ffn_hidden_size, model.expert_hidden_size or t
+    return model.config.num_heads % t or model.num_kv_heads % t or any(size % t for size in inner)
 
 
 def _is_context_indivisible(model, c):
@@ -206,13 +210,13 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
         text = f"{fields(*degrees)} does not divide {devices} devices"
     elif _is_indivisible(model, product("model")):
         text = (
-            f"{fields('model')} does not divide num_heads={model.num_heads}, "
-            f"num_kv_heads={model.num_kv_heads} and ffn_hidden_size={model.ffn_hidden_size}"
+            f"{fields('model')} does not divide num_heads={model.config.num_heads}, "
+            f"num_kv_heads={model.num_kv_heads} and ffn_hidden_size={model.config.ffn_hidden_size}"
         )
     elif product("stage") > model.num_blocks:
         text = f"{fields('stage')} is more than the {model.num_blocks} blocks"
-    elif model.num_experts % product("expert"):
-        text = f"{fields('expert')} does not divide num_experts={model.num_experts}"
+    elif model.experts.expert_num % product("expert"):
+        text = f"{fields('expert')} does not divide num_experts={model.experts.expert_num}"
     elif _is_context_indivisible(model, product("context")):
         text = f"{fields('context')} does not divide sequences of {model.sequence_length}"
     elif batch % product(*batch_axes):

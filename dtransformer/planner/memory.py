@@ -1,10 +1,16 @@
 """Memory of a rank by kind, computed for many layouts together."""
 
+import functools
 import typing
 
 import numpy as np
 
-from dtransformer.planner.formulas import micro_batches_alive, saved_activation_bytes, state_bytes
+from dtransformer.planner.formulas import (
+    BlockSizes,
+    micro_batches_alive,
+    saved_activation_bytes,
+    state_bytes,
+)
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
@@ -52,32 +58,38 @@ def block_activation_bytes(
     """
     c = layouts.context
     length = kind.length / layouts.context
-    sizes = {
-        "length": length,
-        "attended": [attended_length / c for attended_length in kind.attended],
-        "hidden_size": model.hidden_size,
-        "num_heads": model.num_heads,
-        "head_dim": model.head_dim,
-        "num_kv_heads": model.num_kv_heads,
-        "ffn_hidden_size": model.inner_size(kind),
-        "sublayer_norms": model.sublayer_norms,
-        "latent_features": model.latent.features if model.latent is not None else 0,
-        "gated": model.gated,
-        "item_bytes": item_bytes,
-        "model_parallel": layouts.model,
-        "is_sequence_sharded": layouts.sequence > 0,
-    }
     if kind.is_frozen:  # The backward pass stops before frozen blocks.
         return np.zeros(len(layouts))
+    experts = {}
     if kind.has_experts:
-        rows = length * model.routed_rows(layouts.shards_experts)
-        sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
-        sizes["shared_experts"] = model.shared_experts
+        experts["expert_rows"] = length * model.routed_rows(layouts.shards_experts)
+        experts["experts_chosen"] = model.experts_chosen
+        experts["shared_experts"] = model.experts.shared_experts
+    block = BlockSizes(
+        length=length,
+        attended=[attended_length / c for attended_length in kind.attended],
+        hidden_size=model.config.hidden_size,
+        num_heads=model.config.num_heads,
+        head_dim=model.head_dim,
+        num_kv_heads=model.num_kv_heads,
+        ffn_hidden_size=model.inner_size(kind),
+        gated=model.gated,
+        sublayer_norms=model.placement.number,
+        latent_features=model.latent.features if model.latent is not None else 0,
+        **experts,
+    )
+    saved_by = functools.partial(
+        saved_activation_bytes,
+        block,
+        item_bytes=item_bytes,
+        model_parallel=layouts.model,
+        is_sequence_sharded=layouts.sequence > 0,
+    )
 
     def saved_bytes(blocks):
-        unrecomputed = saved_activation_bytes(**sizes, by_blocks=blocks)
-        attention = saved_activation_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
-        full = saved_activation_bytes(**sizes, recomputes_block=True)
+        unrecomputed = saved_by(by_blocks=blocks)
+        attention = saved_by(by_blocks=blocks, recomputed=("attention",))
+        full = saved_by(recomputes_block=True)
         return np.choose(layouts.recompute, [unrecomputed, attention, full])
 
     is_blockwise = [
@@ -142,8 +154,10 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
         for kind, x, y in zip(totals, dense, experts):
             totals[kind] = totals[kind] + x + y
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
-    logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)
-    totals["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
+    logits = stage.has_head * b * s * model.config.vocab_size / t * (item_bytes + 2 * 4)
+    totals["logits"] = (
+        logits + stage.has_embedding * alive * b * s * model.config.hidden_size * item_bytes
+    )
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
     bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
@@ -192,9 +206,9 @@ def stage_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_t
         return total
     rows = np.where(layouts.rows > 0, t, 1)
     has_tables = not is_trained or model.trains_tables
-    table = has_tables * (model.embedding_parameters() + model.other_parameters)
+    table = has_tables * (model.embedding_parameters() + model.other_parameters())
     # Both the first and the last stage store a tied table.
     head = model.head_parameters()
     if model.tied_head and has_tables and not stage.has_embedding:
-        head += model.hidden_size * model.vocab_size
+        head += model.config.hidden_size * model.config.vocab_size
     return total + (stage.has_embedding * table + stage.has_head * head) / rows

@@ -10,6 +10,13 @@ from dtransformer.planner.models import named
 from dtransformer.planner.report import fields_of
 from dtransformer.planner.search import Plan
 from dtransformer.planner.shape import ModelShape
+from dtransformer.transformer_config import PAIR, TRANSLATION
+
+_STACK_PATHS = {
+    "num_layers": "blocks",
+    "encoder_layers": "transformer/encoder",
+    "decoder_layers": "transformer/decoder",
+}
 
 
 def yaml_of(plan: Plan, folder: str | os.PathLike | None = None) -> str:
@@ -90,7 +97,7 @@ def _model_section(model, folder):
 
 
 def _task(model, folder):
-    if model.encoder_layers:
+    if model.config.network in (PAIR, TRANSLATION):
         return "seq2seq" if folder else "span_corruption"
     return "causal_lm" if model.is_causal else "masked_lm"
 
@@ -99,12 +106,8 @@ def _frozen_patterns(model: ModelShape) -> list[str]:
     """Return patterns for the weights of all tables and of the first `frozen_blocks` blocks."""
     patterns = ["*/table", "*embedding*/*"]
     remaining = model.frozen_blocks
-    stacks = {
-        "blocks": model.num_layers,
-        "transformer/encoder": model.encoder_layers,
-        "transformer/decoder": model.decoder_layers,
-    }
-    for path, num_blocks in stacks.items():
+    for stack, num_blocks in model.config.stacks.items():
+        path = _STACK_PATHS[stack]
         frozen = "|".join(map(str, range(min(remaining, num_blocks))))
         if frozen:
             patterns.append(f"{path}/block_({frozen})/*")

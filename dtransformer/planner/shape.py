@@ -4,12 +4,19 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 
 import numpy as np
 
-from dtransformer.block_forms import Latent
+from dtransformer.block_forms import (
+    Latent,
+    Placement,
+    arguments_of_block,
+    has_experts,
+    placement_of,
+)
 from dtransformer.errors import InputError, check_int, shown
+from dtransformer.parallel.config.config import MoEConfig
+from dtransformer.transformer_config import DECODER, ENCODER, TRANSLATION, TransformerConfig
 
 _DENSE = "mapping", "gate", "projection"
 # Names of adapted products. The second line applies to multi-head latent attention only.
@@ -42,130 +49,46 @@ class BlockKind:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Transformer, for counting parameters and operations.
-
-    A network has either one stack of `num_layers` blocks, or an encoder and a decoder.
+    """A Transformer that is trained on sequences of some length, for counting operations.
 
     Args:
         name: Name for tables and messages.
-        hidden_size: Features h of the residual stream.
-        num_heads: Number n of attention heads.
-        ffn_hidden_size: Inner size f of the feed-forward layers. Defaults to 4·h.
-        vocab_size: Vocabulary size V.
+        config: `TransformerConfig` of the network.
         sequence_length: Positions s of a training sequence. With an encoder, of the target.
-        num_layers: Blocks of a single stack.
-        encoder_layers, decoder_layers: Blocks of an encoder and a decoder.
         source_length: Positions of the source. Defaults to `sequence_length`.
-        num_kv_heads: Number m of key and value heads. Defaults to n.
-        head_dim: Features d of a head. Defaults to h / n.
-        gated: Boolean, whether feed-forward layers have a gate and hence three products.
-        use_bias: Boolean, whether products have biases.
-        qkv_bias: Boolean, whether queries, keys and values have biases. Defaults to `use_bias`.
-        rms_norm: Boolean, whether norms have only a scale.
-        tied_head: Boolean, whether the head's kernel is the embedding table.
-        learned_positions: Total number of rows in all position tables.
-        final_norms: Number of norms after stacks. Post-norm stacks have none.
-        other_parameters: Number of other parameters: poolers, embedding norms, token types.
-        head_products: Multiplications of the head per sequence. Defaults to s·h·V.
-        is_causal: Boolean, whether a single stack masks later positions.
-        num_experts: Number of experts that replace a feed-forward layer. 1 means a dense layer.
-        experts_chosen: Number of experts per token.
-        experts_every: The last of every `experts_every` blocks of a stack has experts.
-        shared_experts: Number of experts that receive every token.
-        router_biases: Number of router biases per expert, for its selection and its logits.
-        expert_hidden_size: Inner size of an expert. Defaults to f.
-        dense_blocks: Tuple of block indices of a single stack that have no experts.
-        sublayer_norms: Number of norms per sublayer. 2 if the output also has a norm, 0.5 if
-            attention and the feed-forward layer share one.
-        other_block_parameters: Other parameters per block: norms of queries and keys, sinks.
-        capacity_factor: Capacity of an expert relative to an even share. 0 accepts all tokens.
+        num_labels: Outputs of a task head per sequence. `None` for a vocabulary head.
         frozen_blocks: Number of first blocks that are frozen together with the embedding tables.
         adapter_rank: Rank r of low-rank adapters. They freeze all other weights. 0 disables them.
         adapter_targets: Tuple of adapted products: "query", "key", "value", "output", "mapping",
             "gate", "projection" and "head". Multi-head latent attention uses the names of
             `Latent.kernels`.
         adapter_kind: "lora", or "dora" for adapters with a magnitude per output.
-        latent: `Latent` sizes of multi-head latent attention. `None` uses plain projections.
 
     Raises:
-        InputError: If a size is not a positive integer, or if sizes contradict each other.
+        InputError: If a length or rank is out of range, or a target is unknown.
     """
 
     name: str
-    hidden_size: int
-    num_heads: int
-    vocab_size: int
+    config: TransformerConfig
     sequence_length: int
-    ffn_hidden_size: int | None = None
-    num_layers: int = 0
-    encoder_layers: int = 0
-    decoder_layers: int = 0
     source_length: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    gated: bool = False
-    use_bias: bool = True
-    qkv_bias: bool | None = None
-    rms_norm: bool = False
-    tied_head: bool = True
-    learned_positions: int = 0
-    final_norms: int = 1
-    other_parameters: int = 0
-    head_products: int | None = None
-    is_causal: bool = True
-    num_experts: int = 1
-    experts_chosen: int = 1
-    experts_every: int = 1
-    shared_experts: int = 0
-    router_biases: int = 0
-    expert_hidden_size: int | None = None
-    dense_blocks: tuple[int, ...] = ()
-    sublayer_norms: float = 1
-    other_block_parameters: int = 0
-    capacity_factor: float = 1.0
+    num_labels: int | None = None
     frozen_blocks: int = 0
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ("query", "value")
     adapter_kind: str = "lora"
-    latent: Latent | None = None
 
     def __post_init__(self):
-        defaults = {
-            "ffn_hidden_size": lambda: 4 * self.hidden_size,
-            "num_kv_heads": lambda: self.num_heads,
-            "expert_hidden_size": lambda: self.ffn_hidden_size,
-            "source_length": lambda: self.sequence_length,
-            "head_dim": lambda: self.hidden_size // self.num_heads,
-        }
-        self._check(1, "hidden_size", "num_heads", "vocab_size", "sequence_length")
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise InputError(
-                f"{self.name}: `num_heads={self.num_heads}` does not divide "
-                f"`hidden_size={self.hidden_size}`. Change one of them or set `head_dim`."
-            )
-        for name, default in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default())
-        self._check(1, *defaults, "num_experts", "experts_chosen", "experts_every")
-        self._check(0, "num_layers", "encoder_layers", "decoder_layers", "learned_positions")
-        self._check(0, "shared_experts", "frozen_blocks", "adapter_rank")
+        if self.source_length is None:
+            object.__setattr__(self, "source_length", self.sequence_length)
+        self._check(1, "sequence_length", "source_length")
+        self._check(0, "frozen_blocks", "adapter_rank")
         for name in self.adapter_targets:
             if name not in self._adapters():
                 raise InputError(
                     f"{self.name}: unknown name {shown(name)} in `adapter_targets`, expected "
                     f"some of {', '.join(self._adapters())}."
                 )
-        if self.experts_chosen > self.num_experts:
-            raise InputError(
-                f"{self.name}: `experts_chosen={self.experts_chosen}` must not exceed "
-                f"`num_experts={self.num_experts}`."
-            )
-        if (self.num_layers > 0) == (self.num_blocks > self.num_layers):
-            what = "two kinds of layers" if self.num_layers else "no layers"
-            raise InputError(
-                f"{self.name}: the model has {what}. Set either `num_layers`, or `encoder_layers` "
-                "and `decoder_layers`."
-            )
 
     def _check(self, minimum, *names):
         for name in names:
@@ -174,7 +97,57 @@ class ModelShape:
     @property
     def num_blocks(self) -> int:
         """Number of blocks in all stacks."""
-        return self.num_layers + self.encoder_layers + self.decoder_layers
+        return sum(self.config.stacks.values())
+
+    @property
+    def is_causal(self) -> bool:
+        """True if a single stack masks later positions."""
+        return self.config.network != ENCODER
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number m of key and value heads."""
+        return self.config.attention.num_kv_heads or self.config.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Features d of a head."""
+        return self.config.attention.head_dim or self.config.hidden_size // self.config.num_heads
+
+    @property
+    def gated(self) -> bool:
+        """True if feed-forward layers have a gate and hence three products."""
+        return self.config.block.gated
+
+    @property
+    def tied_head(self) -> bool:
+        """True if the head's kernel is the embedding table."""
+        return self.config.head.tied_head
+
+    @property
+    def latent(self) -> Latent | None:
+        """Sizes of multi-head latent attention, or `None` for plain projections."""
+        return Latent.of(self.config.attention.latent)
+
+    @property
+    def experts(self) -> MoEConfig:
+        """Mixture of experts. One expert means dense layers."""
+        return self.config.block.moe_config or MoEConfig()
+
+    @property
+    def experts_chosen(self) -> int:
+        """Number of experts per token."""
+        return min(self.experts.num_experts_chosen, self.experts.expert_num)
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Inner size of an expert."""
+        return self.experts.ffn_hidden_size or self.config.ffn_hidden_size
+
+    @property
+    def placement(self) -> Placement:
+        """Positions of the norms in a block."""
+        return placement_of(vars(self.config.block))
 
     @functools.cached_property
     def kinds(self) -> tuple[BlockKind, ...]:
@@ -195,16 +168,19 @@ class ModelShape:
         """Return the kind of each block, with `number=1`."""
         s = self.sequence_length
         t = self.source_length
-        stacks = (
-            (self.num_layers, BlockKind(1, s, (s,), self.is_causal)),
-            (self.encoder_layers, BlockKind(1, t, (t,), is_causal=False)),
-            (self.decoder_layers, BlockKind(1, s, (s, t))),
-        )
-        every = self.experts_every if self.num_experts > 1 else math.inf
+        kinds = {
+            "num_layers": BlockKind(1, s, (s,), self.is_causal),
+            "encoder_layers": BlockKind(1, t, (t,), is_causal=False),
+            "decoder_layers": BlockKind(1, s, (s, t)),
+        }
+        may_have_experts = self.experts.expert_num > 1
+        options = vars(self.config.block)
         blocks = [
-            dataclasses.replace(kind, has_experts=i % every == 0 and i - 1 not in self.dense_blocks)
-            for num_blocks, kind in stacks
-            for i in range(1, num_blocks + 1)
+            dataclasses.replace(
+                kinds[stack], has_experts=may_have_experts and has_experts(options, i)
+            )
+            for stack, num_blocks in self.config.stacks.items()
+            for i in range(num_blocks)
         ]
         first = blocks[: self.frozen_blocks]
         rest = blocks[self.frozen_blocks :]
@@ -215,8 +191,8 @@ class ModelShape:
 
         The model axis shards the second feature, except for the kernels in `Latent.DOWN`.
         """
-        h = self.hidden_size
-        n = self.num_heads
+        h = self.config.hidden_size
+        n = self.config.num_heads
         d = self.head_dim
         if self.latent is not None:
             return self.latent.kernels(h, n, d)
@@ -229,15 +205,15 @@ class ModelShape:
 
     def inner_size(self, kind: BlockKind) -> int:
         """Return the inner size of a block's feed-forward layer, or of one of its experts."""
-        return self.expert_hidden_size if kind.has_experts else self.ffn_hidden_size
+        return self.expert_hidden_size if kind.has_experts else self.config.ffn_hidden_size
 
     def expert_parameters(self, kind: BlockKind) -> int:
         """Return the number of kernel parameters of a feed-forward layer or of one expert."""
-        return (3 if self.gated else 2) * self.hidden_size * self.inner_size(kind)
+        return (3 if self.gated else 2) * self.config.hidden_size * self.inner_size(kind)
 
     def experts_parameters(self, kind: BlockKind) -> int:
         """Return the number of kernel parameters of a block's routed experts, or 0."""
-        return self.num_experts * self.expert_parameters(kind) if kind.has_experts else 0
+        return self.experts.expert_num * self.expert_parameters(kind) if kind.has_experts else 0
 
     def routed_rows(self, is_on_mesh: bool | np.ndarray) -> np.ndarray:
         """Return the number of expert rows per token of a block with experts.
@@ -248,38 +224,52 @@ class ModelShape:
         Args:
             is_on_mesh: Boolean or array of booleans, whether experts or their features are sharded.
         """
-        buffers = self.experts_chosen * self.capacity_factor or self.num_experts
+        factor = 0.0 if self.experts.dropless else self.experts.capacity_factor
+        buffers = self.experts_chosen * factor or self.experts.expert_num
         return np.where(is_on_mesh, buffers, self.experts_chosen)
 
     def block_parameters(self, kind: BlockKind) -> int:
         """Return the number of parameters of a block, without adapters."""
-        h = self.hidden_size
+        options = self.config.block
+        h = self.config.hidden_size
         f = self.inner_size(kind)
         num_attentions = len(kind.attended)
-        heads = self.num_heads * self.head_dim
+        heads = self.config.num_heads * self.head_dim
         shared = self.num_kv_heads * self.head_dim
-        per_expert = self.expert_parameters(kind) + self.use_bias * (
+        per_expert = self.expert_parameters(kind) + options.use_bias * (
             (2 if self.gated else 1) * f + h
         )
-        qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
-        biases = num_attentions * (qkv_bias * (heads + 2 * shared) + self.use_bias * h)
+        qkv_bias = self.config.attention.qkv_bias
+        qkv_bias = options.use_bias if qkv_bias is None else qkv_bias
+        biases = num_attentions * (qkv_bias * (heads + 2 * shared) + options.use_bias * h)
         total = num_attentions * self.attention_parameters() + biases
-        total += int((num_attentions + 1) * self.sublayer_norms) * self._norm()
-        total += self.other_block_parameters
+        total += int((num_attentions + 1) * self.placement.number) * self._norm()
+        total += self._vector_parameters()
         if not kind.has_experts:
             return total + per_expert
         # Shared experts form one feed-forward layer with a single output bias.
-        shared_experts = (
-            self.shared_experts * per_expert - max(self.shared_experts - 1, 0) * self.use_bias * h
-        )
-        router = h + self.router_biases
-        return total + self.num_experts * (per_expert + router) + shared_experts
+        num_shared = self.experts.shared_experts
+        shared_experts = num_shared * per_expert - max(num_shared - 1, 0) * options.use_bias * h
+        router = h + (self.experts.router_type == "sigmoid") + self.experts.router_bias
+        return total + self.experts.expert_num * (per_expert + router) + shared_experts
+
+    def _vector_parameters(self):
+        """Return the number of parameters of a block's small vectors: norms, sinks and xIELU."""
+        options = self.config.attention
+        n = self.config.num_heads
+        d = self.head_dim
+        gains = {None: 0, "rms_norm_all_heads": (n + self.num_kv_heads) * d, "layer_norm": 4 * d}
+        latents = 0
+        if self.latent is not None:
+            latents = self.latent.kv_rank + (self.latent.query_rank or 0)
+        activation = 2 * (self.config.block.hidden_act == "xielu")
+        return gains.get(options.qk_norm, 2 * d) + latents + n * options.sinks + activation
 
     def _adapters(self):
         """Return a dict from product names to features as in `adapters_of_block`, or `None`."""
-        h = self.hidden_size
-        dense = dict.fromkeys(_DENSE, (h, self.ffn_hidden_size))
-        products = {**self.attention_kernels(), **dense, "head": (h, self.vocab_size)}
+        h = self.config.hidden_size
+        dense = dict.fromkeys(_DENSE, (h, self.config.ffn_hidden_size))
+        products = {**self.attention_kernels(), **dense, "head": (h, self.config.vocab_size)}
         if not self.gated:
             del products["gate"]
         if self.tied_head:
@@ -314,17 +304,51 @@ class ModelShape:
         return sum(self.adapter_rank * (x + y) + magnitudes for x, y, magnitudes in products)
 
     def _norm(self):
-        return self.hidden_size * (1 if self.rms_norm else 2)
+        has_shift = self.config.block.norm in ("layer_norm", "layer_norm_unit_offset")
+        return self.config.hidden_size * (2 if has_shift else 1)
+
+    def _learned_positions(self):
+        """Return the total number of rows in all position tables."""
+        options = self.config.embedding
+        if options.positions != "learned":
+            return 0
+        if self.config.network == TRANSLATION:
+            return options.max_source_length + options.max_length
+        return (options.max_length + options.position_offset) * len(self.config.stacks)
 
     def embedding_parameters(self) -> int:
         """Return the number of parameters in the token and position tables."""
-        return self.hidden_size * (self.vocab_size + self.learned_positions)
+        return self.config.hidden_size * (self.config.vocab_size + self._learned_positions())
 
     def head_parameters(self) -> int:
         """Return the number of parameters of an untied head and of the norms after stacks."""
-        return self.final_norms * self._norm() + (
-            0 if self.tied_head else self.hidden_size * self.vocab_size
-        )
+        final_norms = 0 if self.placement.of_sum else len(self.config.stacks)
+        kernel = 0 if self.tied_head else self.config.hidden_size * self.config.vocab_size
+        return final_norms * self._norm() + kernel
+
+    def other_parameters(self) -> int:
+        """Return the number of parameters outside blocks, embedding tables and the head.
+
+        The result can be negative, because it subtracts norms that some blocks lack.
+        """
+        config = self.config
+        h = config.hidden_size
+        total = config.vocab_size * config.head.head_bias
+        num_stacks = len(config.stacks)
+        if config.network == TRANSLATION and not config.embedding.shared_embeddings:
+            total += h * config.embedding.source_vocab_size
+        total += 2 * h * num_stacks * config.embedding.embedding_norm
+        if config.embedding.positions == "relative":
+            total += num_stacks * config.num_heads * config.embedding.relative_ranges
+        if config.network in (DECODER, ENCODER):
+            blocks = [arguments_of_block(vars(config.block), i) for i in range(config.num_layers)]
+            total -= self._norm() * sum(not x.get("attention_norm", True) for x in blocks)
+        if config.network == ENCODER:
+            biases = h * config.block.use_bias
+            total += 2 * self._norm() + h * config.embedding.num_token_types
+            total += h * h + biases + config.vocab_size
+            total += config.head.next_sentence * (h * h + h + 2 * h + 2)
+        return total
 
     def parameters(self) -> int:
         """Return the total number of parameters, without adapters.
@@ -337,7 +361,7 @@ class ModelShape:
         """
         blocks = sum(kind.number * self.block_parameters(kind) for kind in self.kinds)
         other_parameters = (
-            self.embedding_parameters() + self.head_parameters() + self.other_parameters
+            self.embedding_parameters() + self.head_parameters() + self.other_parameters()
         )
         return blocks + other_parameters
 
@@ -367,7 +391,7 @@ class ModelShape:
             has_head = head is not None and "head" in self.adapter_targets
             return blocks + self._count_adapters([head] if has_head else [])
         frozen = sum(k.number * self.block_parameters(k) for k in self.kinds if not self.trains(k))
-        tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters
+        tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters()
         return self.parameters() - frozen - tables
 
     def flops_per_sequence(self) -> float:
@@ -377,14 +401,14 @@ class ModelShape:
         adapters counts four, a weight of a frozen block two. The attention scores are added.
         """
         flops_per_weight = 4.0 if self.adapter_rank else 6.0
-        h = self.hidden_size
-        heads = self.num_heads * self.head_dim
+        h = self.config.hidden_size
+        heads = self.config.num_heads * self.head_dim
         kernels = self.attention_kernels()
-        active = self.experts_chosen + self.shared_experts
+        active = self.experts_chosen + self.experts.shared_experts
         flops = 0.0
         for kind in self.kinds:
             weights = (active if kind.has_experts else 1) * self.expert_parameters(kind)
-            products = kind.length * (weights + kind.has_experts * self.num_experts * h)
+            products = kind.length * (weights + kind.has_experts * self.experts.expert_num * h)
             for t, (name, (x, y)) in itertools.product(kind.attended, kernels.items()):
                 products += (t if name in ("key", "value") else kind.length) * x * y
             scores = 2 * kind.length * heads * sum(kind.attended)
@@ -393,7 +417,16 @@ class ModelShape:
             else:
                 block_flops = flops_per_weight * products + 6.0 * scores
             flops += kind.number * block_flops
-        head = self.head_products
-        if head is None:
-            head = self.sequence_length * h * self.vocab_size
-        return flops + flops_per_weight * head
+        return flops + flops_per_weight * self._head_products()
+
+    def _head_products(self):
+        """Return the number of multiplications of the head per sequence."""
+        config = self.config
+        h = config.hidden_size
+        if self.num_labels is not None:
+            return h * self.num_labels
+        if config.network != ENCODER:
+            return self.sequence_length * h * config.vocab_size
+        # A MaskedLM has a dense layer before the logits. Its sentence-pair head has two.
+        pair = h * (h + 2) * config.head.next_sentence
+        return self.sequence_length * h * (h + config.vocab_size) + pair

@@ -223,7 +223,7 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
 
     for kind in model.kinds:
         passes = block_passes(cluster.device, model, kind, layouts, is_16_bit)
-        elements = b * kind.length / c * model.hidden_size
+        elements = b * kind.length / c * model.config.hidden_size
         sublayers = len(kind.attended) + 1
         sums = np.where(
             full,
@@ -259,8 +259,8 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
         )
     shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
     length = max(kind.length for kind in model.kinds)
-    elements = b * length / c * model.hidden_size
-    lookups = 2 if model.encoder_layers and model.decoder_layers else 1
+    elements = b * length / c * model.config.hidden_size
+    lookups = len(model.config.stacks)
     embedding = {
         "model_parallel": np.where(layouts.rows > 0, lookups * all_reduce(elements), 0.0),
         "unsharding": unsharded(_table_elements(model, layouts) * item, model.trains_tables),
@@ -309,7 +309,7 @@ def _reduction_seconds(model, cluster, layouts, system, columns, sum_bytes):
 def _table_elements(model, layouts):
     """Return the number of elements of the embedding table on a device."""
     shards = np.where(layouts.rows > 0, layouts.model, 1)
-    return model.vocab_size * model.hidden_size / shards
+    return model.config.vocab_size * model.config.hidden_size / shards
 
 
 def _tied_seconds(model, cluster, layouts, system):

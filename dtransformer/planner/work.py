@@ -78,7 +78,7 @@ def block_passes(
     """
     t = layouts.model
     item = 2 if is_16_bit else 4
-    h = model.hidden_size
+    h = model.config.hidden_size
     d = model.head_dim
     length = kind.length / layouts.context
     rows = layouts.micro_batch * length
@@ -87,7 +87,7 @@ def block_passes(
     core = 0.0
     scores = 0.0
     for i, attended_length in enumerate(kind.attended):
-        queries = model.num_heads * d / t
+        queries = model.config.num_heads * d / t
         shared = 2 * model.num_kv_heads * d / t
         if model.latent is not None:
             for name, (x, y) in model.attention_kernels().items():
@@ -97,7 +97,7 @@ def block_passes(
         else:  # Cross-attention reads keys and values from the source.
             source_rows = layouts.micro_batch * attended_length / layouts.context
             products += 2 * product(rows, h, queries) + product(source_rows, h, shared)
-        heads = layouts.micro_batch * model.num_heads / t
+        heads = layouts.micro_batch * model.config.num_heads / t
         core += product(length, d, attended_length, heads)
         core += product(length, attended_length, d, heads)
         scores += heads * length * attended_length
@@ -109,7 +109,7 @@ def block_passes(
     moved = (len(kind.attended) + 1) / 2 * rows * h * STREAM_ITEMS / sharded
     computed = sum(each_rows * features * times for each_rows, features, times in inner)
     moved += INNER_ITEMS * computed * (2 if model.gated else 1) / t
-    moved += rows * HEAD_ITEMS * len(kind.attended) * model.num_heads * d / t
+    moved += rows * HEAD_ITEMS * len(kind.attended) * model.config.num_heads * d / t
     core += memory_seconds(device, scores * SCORE_ITEMS * item)
     start = device.constants.pass_overhead_us * 1e-6
     forward = products + core + memory_seconds(device, moved * item)
@@ -130,11 +130,11 @@ def _feed_forward_rows(model, kind, layouts):
     rows = layouts.micro_batch * kind.length / layouts.context
     if not kind.has_experts:
         return [(rows, model.inner_size(kind), 1.0)]
-    local_experts = model.num_experts / layouts.expert
+    local_experts = model.experts.expert_num / layouts.expert
     routed = rows * model.routed_rows(layouts.shards_experts)
     layers = [(routed / local_experts, model.inner_size(kind), local_experts)]
-    if model.shared_experts:
-        layers.append((rows, model.shared_experts * model.inner_size(kind), 1.0))
+    if model.experts.shared_experts:
+        layers.append((rows, model.experts.shared_experts * model.inner_size(kind), 1.0))
     return layers
 
 
@@ -148,9 +148,11 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
         is_16_bit: Boolean, whether products use 16-bit numbers.
     """
     rows = layouts.micro_batch * model.sequence_length / layouts.context
-    entries = model.vocab_size / layouts.model
+    entries = model.config.vocab_size / layouts.model
     passes = 2 if model.adapter_rank else 3
-    products = passes * product_seconds(device, rows, model.hidden_size, entries, 1.0, is_16_bit)
+    products = passes * product_seconds(
+        device, rows, model.config.hidden_size, entries, 1.0, is_16_bit
+    )
     return products + memory_seconds(device, rows * entries * LOGIT_ITEMS * (2 if is_16_bit else 4))
 
 

@@ -28,7 +28,7 @@ from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,
 )
-from dtransformer.planner.formulas import NCCL_BYTES, saved_activation_bytes
+from dtransformer.planner.formulas import NCCL_BYTES, BlockSizes, saved_activation_bytes
 from dtransformer.reports.expert_load import num_expert_rows
 from dtransformer.tables import columns
 
@@ -266,7 +266,7 @@ def _block_bytes(block, shape, lengths, implementations, item, config):
     inner = feed_forward.ffn_hidden_size if experts else options["ffn_hidden_size"]
     n = options["num_heads"]
     latent = Latent.of(options.get("latent"))
-    return saved_activation_bytes(
+    sizes = BlockSizes(
         length=s,
         attended=lengths,
         hidden_size=h,
@@ -274,8 +274,13 @@ def _block_bytes(block, shape, lengths, implementations, item, config):
         head_dim=options.get("head_dim") or h // n,
         num_kv_heads=options.get("num_kv_heads") or n,
         ffn_hidden_size=inner,
-        sublayer_norms=block.placement.number,
         gated=options["gated"],
+        sublayer_norms=block.placement.number,
+        latent_features=latent.features if latent is not None else 0,
+        **experts,
+    )
+    return saved_activation_bytes(
+        sizes,
         item_bytes=item,
         model_parallel=config.model_parallel,
         is_sequence_sharded=config.sequence_parallel,
@@ -283,8 +288,6 @@ def _block_bytes(block, shape, lengths, implementations, item, config):
         is_input_sharded=recompute.recompute_slice_activation,
         recomputed=recompute.select,
         by_blocks=[kind != "reference" for kind in implementations],
-        latent_features=latent.features if latent is not None else 0,
-        **experts,
     )
 
 

@@ -13,6 +13,7 @@ from dtransformer.planner.search import Plan
 from dtransformer.planner.shape import ModelShape
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.options import USUAL_VOCABULARY, TranslationData
+from dtransformer.transformer_config import TRANSLATION
 
 _ATTENTION = (
     *("blocks/block_0/attention", "transformer/encoder/block_0/attention"),
@@ -105,18 +106,15 @@ def shape_of_run(config: RunConfig, length: int) -> ModelShape:
             adapter_options["adapter_kind"] = adapters.kind
         name = config.model.preset or config.model.from_ or f"{config.task} model"
         return from_architecture(name, base, sequence_length=length, **adapter_options)
-    max_length = config.data.max_length
     arguments = {
         **vars(config.model),
         "source_vocab_size": vocab_size,
         "target_vocab_size": vocab_size,
+        "max_source_length": config.data.max_length,
+        "max_target_length": config.data.max_length + 1,
     }
-    return from_architecture(
-        "translation model",
-        Architecture("TranslationTransformer", arguments, ""),
-        sequence_length=length,
-        learned_positions=2 * max_length if config.model.positions == "learned" else 0,
-    )
+    base = Architecture(TRANSLATION, arguments, "")
+    return from_architecture("translation model", base, sequence_length=length)
 
 
 def _task_class(config):

@@ -12,8 +12,9 @@ from dtransformer.files import beside
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import set_option
-from dtransformer.runs.loading import load_trained, open_run
+from dtransformer.runs.loading import open_run
 from dtransformer.runs.run import make_trainer
+from dtransformer.runs.tasks import load_trained
 
 
 def evaluate_run(

@@ -1,7 +1,7 @@
 """Create the network of a run from published weights, another run, a preset or sizes."""
 
-import importlib
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from dtransformer.architectures import Architecture, architecture_named
@@ -17,6 +17,7 @@ from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import is_run
 from dtransformer.runs.options import USUAL_VOCABULARY
+from dtransformer.runs.run_files import check_run
 
 _ID_NAMES = {name: name for name in ("pad_id", "start_id", "end_id")}
 # Maps arguments of networks to the tokenizer's special ids. By default all ids have the same names.
@@ -34,6 +35,7 @@ def make_network(
     vocab_size: int,
     precision: str | None = None,
     accepts: type | None = None,
+    load_run: Callable | None = None,
     **own: Any,
 ) -> TokenModel:
     """Create and build the network that `model` of a run's config describes. All ranks call it.
@@ -44,6 +46,7 @@ def make_network(
         vocab_size: Integer. Number of ids of the tokenizer.
         precision: Name of the dtype policy. Defaults to `training.precision`.
         accepts: Base class of all networks that the task accepts. Defaults to `kind`.
+        load_run: Function that loads the task of another run, for `model.from`; see `Task`.
         **own: Default arguments, such as special ids, for a network from sizes.
 
     Raises:
@@ -53,7 +56,7 @@ def make_network(
     precision = precision or config.training.precision
     sizes = sizes_of(config)
     try:
-        network = _create(config, kind, vocab_size, precision, sizes, own)
+        network = _create(config, kind, vocab_size, precision, sizes, load_run, own)
     except InputError:
         raise
     except (TypeError, ValueError) as error:
@@ -111,8 +114,7 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
     if options.from_ is not None:
         folder = pathlib.Path(options.from_)
         if is_run(folder):
-            loading = importlib.import_module("dtransformer.runs.loading")
-            other_config = loading.check_run(folder)
+            other_config = check_run(folder)
             return architecture(
                 other_config, kind, other_config.tokenizer.vocab_size or USUAL_VOCABULARY
             )
@@ -129,12 +131,12 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
     return Architecture(base.network, {**base.arguments, **sizes}, base.source)
 
 
-def _create(config, kind, vocab_size, precision, sizes, arguments):
+def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):
     options = config.model
     if options.from_ is not None and options.preset is not None:
         raise InputError("`model.from` and `model.preset` are both set. Remove one of them.")
     if options.from_ is not None:
-        return _load(config, pathlib.Path(options.from_), precision, sizes)
+        return _load(pathlib.Path(options.from_), precision, sizes, load_run)
     if options.preset is not None:
         _, preset = architecture_named(options.preset)
         defaults = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
@@ -147,15 +149,14 @@ def _create(config, kind, vocab_size, precision, sizes, arguments):
     return network
 
 
-def _load(config, folder, precision, sizes):
+def _load(folder, precision, sizes, load_run):
     """Return the network of a published folder, or of another run with its adapters merged."""
     if is_run(folder):
-        loading = importlib.import_module("dtransformer.runs.loading")  # A circular import.
         if sizes:
             raise InputError(
                 f"`model.{next(iter(sizes))}` cannot change the sizes of the run {folder}. Remove it."
             )
-        network = loading.load_run(folder, precision).core
+        network = load_run(folder, precision).core
         if adapters_of(network):
             merge_lora(network)
             unfreeze(network)

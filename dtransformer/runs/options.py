@@ -7,34 +7,31 @@ import dataclasses
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from dtransformer.inputs.json_file import STRICT
-from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
-from dtransformer.runs.nested_options import each_of, made_of
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.runs.nested_options import each_of
+from dtransformer.runs.network_options import NetworkOptions, TranslationModel
+from dtransformer.runs.value_types import (
+    Count,
+    Epochs,
+    Name,
+    NotNegative,
+    Number,
+    Path,
+    Pieces,
+    Positive,
+    Rate,
+    Ratio,
+    Share,
+    Small,
+    run_options,
+)
 
 USUAL_VOCABULARY = 8000  # maximum entries of a trained tokenizer
 
-# Types of values. Upper bounds keep derived numbers finite; `runs.needs` checks memory.
-Count = Annotated[int, Field(ge=1, le=10**9)]
-Number = Annotated[int, Field(ge=0, le=10**9)]
-Size = Annotated[int, Field(ge=1, le=2**20)]
-Pieces = Annotated[int, Field(ge=16, le=10**7)]
-Layers = Annotated[int, Field(ge=1, le=200)]
-Epochs = Annotated[int, Field(ge=1, le=10**6)]
-Small = Annotated[int, Field(ge=1, le=1000)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-Ratio = Annotated[float, Field(ge=1, le=1e9)]
-NotNegative = Annotated[float, Field(ge=0, le=1e9)]
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-Share = Annotated[float, Field(ge=0, lt=0.5)]
-Path = Annotated[str, Field(min_length=1, max_length=4095)]
-Name = Annotated[str, Field(min_length=1, max_length=100)]
 
-_options = pydantic.dataclasses.dataclass(config={**STRICT, "validate_assignment": True})
-
-
-@_options
+@run_options
 class Source:
     """File of records, or folder of token shards, with its weight in a mixture."""
 
@@ -51,7 +48,7 @@ Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "resta
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], each_of(Source, "path")]
 
 
-@_options
+@run_options
 class TranslationData:
     """Sentence pairs and batching."""
 
@@ -69,7 +66,7 @@ class TranslationData:
     shuffle: bool = True  # Shuffle in every epoch
 
 
-@_options
+@run_options
 class DocumentData:
     """Documents and the rows made from them."""
 
@@ -84,10 +81,7 @@ class DocumentData:
     shuffle: bool = True  # Shuffle in every epoch
 
 
-Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(made_of(MoEConfig))]
-
-
-@_options
+@run_options
 class RecordData:
     """Records and the rows made from them."""
 
@@ -101,14 +95,14 @@ class RecordData:
     shuffle: bool = True  # Shuffle in every epoch
 
 
-@_options
+@run_options
 class Seq2SeqData(RecordData):
     """Source and target texts."""
 
     prefix: str = ""  # Text before each source, such as "summarize: "
 
 
-@_options
+@run_options
 class ChatData(RecordData):
     """Conversations, texts or pairs of answers, and their chat template."""
 
@@ -117,7 +111,7 @@ class ChatData(RecordData):
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"  # Today's date
 
 
-@_options
+@run_options
 class LabelData(RecordData):
     """Texts with labels."""
 
@@ -125,7 +119,7 @@ class LabelData(RecordData):
     pooling: Literal["first", "mean", "last"] | None = None  # Default: first, or last in decoders
 
 
-@_options
+@run_options
 class TokenizerOptions:
     """Subword tokenizer of all texts."""
 
@@ -135,88 +129,7 @@ class TokenizerOptions:
     algorithm: Algorithm | None = None  # wordpiece or byte_bpe; null: depends on the task
 
 
-@_options
-class TranslationModel:
-    """Arguments of `models.TranslationTransformer`."""
-
-    hidden_size: Size = 256  # Features per token, h
-    num_heads: Size = 8  # Attention heads; must divide h
-    ffn_hidden_size: Size | None = None  # Inner size of feed-forward layers; null: 4 h
-    encoder_layers: Layers = 4  # Encoder blocks
-    decoder_layers: Layers = 4  # Decoder blocks
-    dropout_rate: Rate = 0.1  # Dropout of residual branches
-    attention_dropout_rate: Rate | None = None  # Dropout of attention weights; null: dropout_rate
-    embedding_dropout_rate: Rate | None = None  # Dropout of embeddings; null: dropout_rate
-    hidden_act: Name = "relu"  # Activation of feed-forward layers
-    positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # sinusoidal or learned
-    shared_embeddings: bool = True  # Share one embedding table between source and target
-    tied_head: bool = True  # Use the target's embedding table as the head's kernel
-    head_bias: bool = False  # Add a bias to the head
-    post_layernorm_residual: bool = False  # Normalize after residual sums, as published in 2017
-    moe_config: Experts = None  # Mixture of experts, a mapping of MoEConfig fields
-    moe_every: Layers = 1  # Use experts in every n-th block
-
-
-@_options
-class AdapterOptions:
-    """Low-rank adapters, trained instead of the model's weights."""
-
-    rank: Size = 8  # Rank of the factors
-    alpha: Positive = 16.0  # Scale; the product of the factors is multiplied by alpha / rank
-    targets: Name | list[Name] = "*attention/(query|value)_kernel"  # Path patterns of kernels
-    kind: Literal["lora", "dora"] = "lora"  # lora or dora, which also trains magnitudes
-    dropout: Rate = 0.0  # Dropout of the factors' inputs
-    rslora: bool = False  # Use alpha / √rank instead of alpha / rank
-
-
-Adapters = Annotated[
-    pydantic.InstanceOf[AdapterOptions] | None, BeforeValidator(made_of(AdapterOptions))
-]
-
-
-@_options
-class NetworkOptions:
-    """Published weights, a preset, another run, or sizes; null keeps the model's value."""
-
-    from_: Path | None = None  # Published folder or run folder
-    preset: Name | None = None  # Published size, such as llama3_8b, with random weights
-    adapters: Adapters = None  # Low-rank adapters (rank, alpha, …); freezes all other weights
-    freeze: Name | list[Name] | None = None  # Path patterns of weights to freeze
-    hidden_size: Size | None = None  # Features per token, h
-    num_heads: Size | None = None  # Attention heads
-    num_kv_heads: Size | None = None  # Heads of keys and values; must divide num_heads
-    head_dim: Size | None = None  # Features per head
-    ffn_hidden_size: Size | None = None  # Inner size of feed-forward layers
-    num_layers: Layers | None = None  # Blocks of a single stack
-    encoder_layers: Layers | None = None  # Blocks of an encoder-decoder's encoder
-    decoder_layers: Layers | None = None  # Blocks of an encoder-decoder's decoder
-    max_length: Count | None = None  # Learned positions; null: data.length
-    positions: Name | None = None  # learned, sinusoidal, rotary, alibi or relative
-    dropout_rate: Rate | None = None  # Dropout of residual branches
-    attention_dropout_rate: Rate | None = None  # Dropout of attention weights
-    embedding_dropout_rate: Rate | None = None  # Dropout of embeddings
-    hidden_act: Name | None = None  # Activation of feed-forward layers
-    embedding_scale: Positive | None = None  # Factor on embeddings
-    norm: Name | None = None  # layer_norm or rms_norm
-    norm_epsilon: Positive | None = None  # Constant that norms add to the variance
-    gated: bool | None = None  # Use gated feed-forward layers
-    use_bias: bool | None = None  # Add biases to matrix products
-    qkv_bias: bool | None = None  # Add biases to queries, keys and values
-    qk_norm: Name | None = None  # Norm of queries and keys, such as rms_norm
-    query_scale: Positive | None = None  # Factor on attention scores
-    soft_cap: Positive | None = None  # Bound of attention scores, c·tanh(score / c)
-    rotary_base: Positive | None = None  # Base of rotary frequencies
-    window: Count | None = None  # Positions that each token attends to, including itself
-    tied_head: bool | None = None  # Use the embedding table as the head's kernel
-    head_bias: bool | None = None  # Add a bias to the head
-    post_layernorm_residual: bool | None = None  # Normalize after residual sums
-    relative_ranges: Size | None = None  # Number of buckets of relative positions
-    relative_max_distance: Size | None = None  # Distance of the last bucket
-    moe_config: Experts = None  # Mixture of experts, a mapping of MoEConfig fields
-    moe_every: Layers | None = None  # Use experts in every n-th block
-
-
-@_options
+@run_options
 class GroupOptions:
     """Weights with a different learning rate or weight decay."""
 
@@ -228,9 +141,9 @@ class GroupOptions:
 Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], each_of(GroupOptions, "pattern")]
 
 
-@_options
-class TrainingOptions:
-    """Optimizer, schedule, precision and checkpoints."""
+@run_options
+class OptimizerOptions:
+    """Length of training, optimizer, schedule and loss."""
 
     epochs: Epochs = 10  # Total epochs, including epochs before a resume
     max_steps: Count | None = None  # Stop after this total number of steps
@@ -249,12 +162,24 @@ class TrainingOptions:
     z_loss: Rate = 0.0  # Factor on logsumexp² of the logits in the loss, such as 1e-4
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
+
+
+@run_options
+class ComputeOptions:
+    """Precision, compilation, devices and seed."""
+
     precision: Precision = "float32"  # float32, mixed_bfloat16, mixed_float16 or bfloat16
     jit_compile: Literal["auto"] | bool = "auto"  # Compile with XLA: auto, true or false
     steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # Steps per compiled call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # Devices per rank
     deterministic: bool = False  # Use deterministic operations, slower on GPUs
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, dropout and shuffling
+
+
+@run_options
+class CheckpointOptions:
+    """Checkpoints, early stopping and the choice of the layout."""
+
     checkpoint_steps: Number = 0  # Steps between checkpoints; 0: one per epoch
     checkpoint_minutes: NotNegative = 0  # Minutes between checkpoints; 0 disables
     keep_checkpoints: Count = 2  # Newest checkpoints to keep; the best by val_loss also stays
@@ -263,7 +188,12 @@ class TrainingOptions:
     layout: Literal["given", "auto"] = "given"  # auto: chosen by the planner
 
 
-@_options
+@run_options
+class TrainingOptions(CheckpointOptions, ComputeOptions, OptimizerOptions):
+    """Optimizer, schedule, precision and checkpoints."""
+
+
+@run_options
 class NetworkTraining(TrainingOptions):
     """Optimizer, schedule, precision and checkpoints."""
 
@@ -277,7 +207,7 @@ class NetworkTraining(TrainingOptions):
     label_smoothing: Rate = 0.0  # Probability spread over all other tokens
 
 
-@_options
+@run_options
 class PreferenceTraining(NetworkTraining):
     """Training on pairs of answers (DPO)."""
 
@@ -286,21 +216,21 @@ class PreferenceTraining(NetworkTraining):
     smoothing: Share = 0.0  # Assumed fraction of mislabelled pairs, for sigmoid
 
 
-@_options
+@run_options
 class RewardTraining(NetworkTraining):
     """Training of a reward model."""
 
     center_rewards: NotNegative | None = None  # Factor on (chosen + rejected reward)² in the loss
 
 
-@_options
+@run_options
 class EmbeddingTraining(NetworkTraining):
     """Contrastive training of text vectors."""
 
     temperature: Positive = 0.05  # Divisor of similarities
 
 
-@_options
+@run_options
 class SearchOptions:
     """Search for translations."""
 
@@ -309,7 +239,7 @@ class SearchOptions:
     max_length: Count | None = None  # Maximum tokens; null: depends on the source
 
 
-@_options
+@run_options
 class EvaluationOptions:
     """Evaluation during training."""
 
@@ -318,7 +248,7 @@ class EvaluationOptions:
     max_new_tokens: Count = 32  # Maximum tokens per sample
 
 
-@_options
+@run_options
 class LogOptions:
     """Logs in addition to metrics.jsonl."""
 
@@ -328,7 +258,7 @@ class LogOptions:
     mlflow: Name | None = None  # MLflow experiment at MLFLOW_TRACKING_URI
 
 
-@_options
+@run_options
 class ExportOptions:
     """Exports at the end of training."""
 

@@ -2,17 +2,13 @@
 
 import dataclasses
 import inspect
-import re
 from collections.abc import Mapping
 
 import yaml
 
 from dtransformer.runs.config import RunConfig, key_of
+from dtransformer.runs.descriptions import field_descriptions
 from dtransformer.runs.unread import is_read
-
-# Patterns of a field with a comment, and of an entry of a class' docstring.
-_COMMENT = r"(?m)^    (\w+): .*?  # (.*)$"
-_ARGUMENT = r"(?m)^        (\w+): (.*(?:\n {12}.*)*)"
 
 
 def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
@@ -60,16 +56,3 @@ _STARTS = {
     },
     "model": {"*": "from: models/mine", "translation": None},
 }
-
-
-def field_descriptions(owner: type) -> dict[str, str]:
-    """Return the description of each field of a dataclass.
-
-    It is the comment after the field, or its entry in the docstring, of the last class that has one.
-    """
-    descriptions = {}
-    for kind in owner.__mro__[-2::-1]:
-        source = inspect.getsource(kind)
-        matches = re.findall(_COMMENT, source) + re.findall(_ARGUMENT, source)
-        descriptions |= {name: " ".join(text.split()) for name, text in matches}
-    return descriptions

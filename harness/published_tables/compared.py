@@ -103,7 +103,7 @@ def step_seconds() -> Table:
     for row in published.table_1():
         model = named(row.step.model)
         # Full recomputation runs the blocks' forward passes twice, a factor of 4/3.
-        head = 6.0 * model.sequence_length * model.hidden_size * model.vocab_size
+        head = 6.0 * model.sequence_length * model.config.hidden_size * model.config.vocab_size
         counted = (model.flops_per_sequence() - head) * 4 / 3 + head
         formula = published.flop_of_step(row.step.model, row.step.global_batch)
         rows.append(Row(row.step.model, formula / 1e18, counted * row.step.global_batch / 1e18, 6))

@@ -188,7 +188,8 @@ def table_1() -> list[Table1Row]:
 def flop_of_step(model: str, batch: int) -> float:
     """Return the FLOPs of a step with full recomputation, by the formula in section 5.1."""
     shape = named(model)
-    s, h, layers, entries = 2048, shape.hidden_size, shape.num_layers, shape.vocab_size
+    s, h = 2048, shape.config.hidden_size
+    layers, entries = shape.num_blocks, shape.config.vocab_size
     return 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + entries / (16 * layers * h))
 
 

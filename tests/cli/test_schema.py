@@ -11,8 +11,9 @@ from dtransformer.cli.schema import run_schema
 from dtransformer.errors import InputError
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml, yaml_text
 from dtransformer.runs.config import RunConfig, load_config, save_config
+from dtransformer.runs.descriptions import field_descriptions
 from dtransformer.runs.options import SECTIONS
-from dtransformer.runs.preview import field_descriptions, new_config
+from dtransformer.runs.preview import new_config
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 # Configs of Kubernetes and of examples/long_context/train.py.

@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from dtransformer import TransformerOpParallelConfig
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.validators import check_supported
-from dtransformer.planner.automatic import automatic_plan
+from dtransformer.planner.automatic import auto_config, automatic_plan
 from dtransformer.planner.machine import cpu_device, find_gpu, this_cluster
 from dtransformer.runs.automatic import plan_of_run
 from dtransformer.runs.config import load_config
@@ -21,7 +20,7 @@ def test_cluster_has_all_devices_of_the_job(monkeypatch):
         monkeypatch.setenv(name, value)
     detected = this_cluster(local_devices=2)
     assert (detected.num_devices, detected.devices_per_node) == (8, 4)
-    config = TransformerOpParallelConfig.auto("gpt2_small", 16)
+    config = auto_config("gpt2_small", 16)
     assert config.resolve(4) == config
     check_supported(config)
 
@@ -31,7 +30,7 @@ def test_all_ranks_get_the_same_layout_and_rank_0_prints_it(monkeypatch, capsys)
     for rank in "0123":
         for name, value in {**FOUR_RANKS, "HOROVOD_RANK": rank}.items():
             monkeypatch.setenv(name, value)
-        configs.append(TransformerOpParallelConfig.auto("gpt2_small", 16, device="a100"))
+        configs.append(auto_config("gpt2_small", 16, device="a100"))
     assert all(config == configs[0] for config in configs)
     printed = capsys.readouterr().out
     assert printed.count("Layout: ") == 1 and "Chosen by the planner: " in printed
@@ -42,7 +41,7 @@ def test_plans_for_an_unbuilt_network():
     from dtransformer.models import CausalLM
 
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=2, max_length=16)
-    assert TransformerOpParallelConfig.auto(network, 8).data_parallel == 1
+    assert auto_config(network, 8).data_parallel == 1
     assert not network.weights
 
 
@@ -50,7 +49,7 @@ def test_keeps_fixed_fields(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
     options = {"device": "a100", "fixed": {"pipeline_stage": 2, "pipeline_schedule": "gpipe"}}
-    config = TransformerOpParallelConfig.auto("gpt2_small", 16, **options)
+    config = auto_config("gpt2_small", 16, **options)
     assert (config.pipeline_stage, config.pipeline_schedule) == (2, "gpipe")
 
 

@@ -8,7 +8,12 @@ from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.schedules import SCHEDULES, instructions
 from dtransformer.parallel.schedules.simulator import simulate
 from dtransformer.planner import named
-from dtransformer.planner.formulas import bubble_passes, micro_batches_alive, saved_activation_bytes
+from dtransformer.planner.formulas import (
+    BlockSizes,
+    bubble_passes,
+    micro_batches_alive,
+    saved_activation_bytes,
+)
 from dtransformer.planner.memory import BLOCKWISE_SCORES
 from dtransformer.planner.stages import stage_kinds
 
@@ -55,10 +60,8 @@ PUBLISHED = [
 @pytest.mark.parametrize("expected, choice", PUBLISHED)
 def test_activation_bytes_match_published_values(expected, choice):
     s, h = 2048, 6144
-    kept = saved_activation_bytes(
-        length=s, attended=[s], hidden_size=h, num_heads=64, head_dim=96, num_kv_heads=64,
-        ffn_hidden_size=4 * h, **choice,
-    )  # fmt: skip
+    sizes = BlockSizes(s, [s], h, 64, head_dim=96, num_kv_heads=64, ffn_hidden_size=4 * h)
+    kept = saved_activation_bytes(sizes, **choice)
     assert float(kept) / (s * h) == pytest.approx(expected, abs=0.05)
 
 

@@ -15,7 +15,7 @@ import yaml
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.errors import InputError
-from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.placement import Placement
@@ -41,6 +41,7 @@ from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
 from dtransformer.planner.work import block_passes
 from dtransformer.runs.config import load_config
+from dtransformer.transformer_config import BlockConfig, TransformerConfig
 from tests.models.pretrained.family_rows import PRESETS_OF
 
 SMALL = "gpt2_small"
@@ -252,10 +253,10 @@ def test_latent_adapters_match_network_counts(kind):
 
 def test_latent_attention_takes_less_time_and_more_memory():
     latents, many = named("deepseek_v3", sequence_length=4096), cluster(8)
-    plain, layouts = (
-        dataclasses.replace(latents, latent=None),
-        enumerate_layouts(latents, many, Job(8)),
-    )
+    attention = dataclasses.replace(latents.config.attention, latent=None)
+    config = dataclasses.replace(latents.config, attention=attention)
+    plain = dataclasses.replace(latents, config=config)
+    layouts = enumerate_layouts(latents, many, Job(8))
     seconds = [block_passes(many.device, x, x.kinds[0], layouts).forward for x in (latents, plain)]
     assert (seconds[0] < seconds[1]).all()
     saved_bytes = [block_activation_bytes(x, x.kinds[0], layouts) for x in (latents, plain)]
@@ -291,8 +292,10 @@ def test_experts_in_encoder_and_decoder():
 
 def test_stages_with_experts_need_the_most_memory():
     """Of four blocks on four stages, the second and the fourth have experts."""
-    sizes = dict(hidden_size=64, num_heads=4, num_layers=4, vocab_size=100, sequence_length=64)
-    model = ModelShape("sparse", num_experts=8, experts_every=2, **sizes)
+    sizes = dict(hidden_size=64, num_heads=4, num_layers=4, vocab_size=100)
+    experts = {"moe_config": {"expert_num": 8}, "moe_every": 2}
+    config = TransformerConfig.from_arguments("CausalLM", **sizes, **experts)
+    model = ModelShape("sparse", config, sequence_length=64)
     assert [stage.blocks for stage in stage_kinds(model, Placement.looped(4))] == [
         (1, 0),
         (0, 1),
@@ -306,7 +309,9 @@ def test_stages_with_experts_need_the_most_memory():
 
 def test_plan_with_experts_in_some_blocks(capsys, tmp_path):
     path = tmp_path / "model.yaml"
-    path.write_text("base: gpt-7.5b\nnum_experts: 8\nexperts_chosen: 2\nexperts_every: 4\n")
+    path.write_text(
+        "base: gpt-7.5b\nmoe_config: {expert_num: 8, num_experts_chosen: 2}\nmoe_every: 4\n"
+    )
     ask = ["plan", "--model", str(path), "--devices", "64", "--global-batch", "512", "--json"]
     assert main([*ask, "--fix", "expert_parallel=8"]) == 0
     first = json.loads(capsys.readouterr().out)["layouts"][0]
@@ -336,10 +341,15 @@ def test_context_parallelism_stores_no_scores():
 
 
 def test_expert_parallelism_shards_weights():
-    sizes = dict(
-        hidden_size=1024, num_heads=16, vocab_size=32000, sequence_length=1024, num_layers=4
+    experts = MoEConfig(expert_num=8, num_experts_chosen=2)
+    config = TransformerConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        num_heads=16,
+        num_layers=4,
+        block=BlockConfig(moe_config=experts),
     )
-    model = ModelShape("sparse", num_experts=8, experts_chosen=2, **sizes)
+    model = ModelShape("sparse", config, sequence_length=1024)
     memory, seconds = evaluate(model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8]))
     assert memory.weights[1] < memory.weights[0] / 2
     sharded, gathered = evaluate(
@@ -377,10 +387,18 @@ def ask(batch, **fixed):
 WRONG = [
     (lambda: named("gpt_9z"), "Unknown model 'gpt_9z'"),
     (lambda: device_named("b300"), "Unknown device 'b300', expected one of v100-16"),
-    (lambda: named(SMALL, num_layers=0), "the model has no layers"),
-    (lambda: named(SMALL, hidden_size=-1), "hidden_size must be an integer of at least 1"),
-    (lambda: named(SMALL, experts_every=0), "experts_every must be an integer of at least 1"),
-    (lambda: named(SMALL, experts_chosen=2), "`experts_chosen=2` must not exceed `num_experts=1`"),
+    (lambda: named(SMALL, num_layers=0), "`num_layers` must be at least 1, got 0"),
+    (lambda: named(SMALL, hidden_size=-1), "`hidden_size` must be at least 1, got -1"),
+    (lambda: named(SMALL, moe_every=0), "`moe_every` must be at least 1, got 0"),
+    (
+        lambda: named(SMALL, moe_config={"expert_num": 2, "num_experts_chosen": 3}),
+        "`num_experts_chosen=3` must not exceed `expert_num=2`",
+    ),
+    (
+        lambda: named(SMALL, num_experts=2),
+        "unknown field `num_experts`, got 2. Set experts in `moe_config`",
+    ),
+    (lambda: named(SMALL, sequence_length=0), "sequence_length must be an integer of at least 1"),
     (lambda: named(SMALL, num_heads=7), "`num_heads=7` does not divide `hidden_size=768`"),
     (
         lambda: named(SMALL, adapter_rank=4, adapter_targets=("q_proj",)),
@@ -668,7 +686,7 @@ def test_pipeline_all_reduces_a_tied_table():
     )
     model = named(SMALL)
     more = tied.seconds_by_kind["reduction"] - untied.seconds_by_kind["reduction"]
-    assert more == pytest.approx(model.vocab_size * model.hidden_size * 4 / 1e9)
+    assert more == pytest.approx(model.config.vocab_size * model.config.hidden_size * 4 / 1e9)
 
 
 def test_mesh_sums_embeddings_and_head():

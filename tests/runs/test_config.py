@@ -277,7 +277,8 @@ def test_experts_are_given_as_a_mapping(tmp_path):
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
     model = shape_of_run(config, 32)
-    assert (model.num_experts, model.experts_every) == (8, 2)
+    assert model.experts.expert_num == 8
+    assert [kind.has_experts for kind in model.kinds][:2] == [False, True]
 
 
 @pytest.mark.parametrize(

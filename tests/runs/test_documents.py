@@ -13,7 +13,7 @@ from dtransformer import TransformerOpParallelConfig
 from dtransformer.cli import main
 from dtransformer.datasets import TokenShards
 from dtransformer.runs import loading
-from dtransformer.runs.loading import load_run
+from dtransformer.runs.tasks import load_run
 from dtransformer.trainers import Trainer
 from tests.runs.test_folder import snapshot
 

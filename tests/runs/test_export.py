@@ -12,7 +12,7 @@ from dtransformer.cli import main
 from dtransformer.errors import InputError
 from dtransformer.models import from_pretrained, save_pretrained
 from dtransformer.runs.config import load_config
-from dtransformer.runs.loading import load_run
+from dtransformer.runs.tasks import load_run
 from harness.tolerances import PARITY_LOGITS
 from tests.runs.small_records import CONFIGS, write
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dtransformer.cli import main
-from dtransformer.runs.loading import load_run
 from dtransformer.runs.run import make_trainer
+from dtransformer.runs.tasks import load_run
 from tests.runs.small_records import CONFIGS, write, write_config
 
 TEXTS = ["one or two, yes", "", "zero", "seven or six and five or four, no", "one or two, yes"]

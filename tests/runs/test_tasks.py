@@ -16,12 +16,12 @@ from dtransformer.errors import InputError
 from dtransformer.models import from_pretrained
 from dtransformer.runs.config import load_config
 from dtransformer.runs.evaluating import evaluate_run
-from dtransformer.runs.loading import load_run, opened
+from dtransformer.runs.loading import opened
 from dtransformer.runs.optimizers import make_optimizer
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
-from dtransformer.runs.tasks import documents, task_of
+from dtransformer.runs.tasks import documents, load_run, task_of
 from dtransformer.runs.tasks.classification import label_name
 from dtransformer.runs.tasks.embedding import Embedding
 from dtransformer.runs.tasks.reward import Reward

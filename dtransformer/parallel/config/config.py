@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -226,36 +225,6 @@ class TransformerOpParallelConfig(validators.Checked):
         if name == "recompute" and value and isinstance(value, dict):
             value = TransformerRecomputeConfig(**value)
         super().__setattr__(name, value)
-
-    @classmethod
-    def auto(cls, model, global_batch: int, **options) -> "TransformerOpParallelConfig":
-        """Return the planner's layout for this job.
-
-        The result is identical on all ranks. Rank 0 prints it with the reason. A network need not
-        be built. To create it later, pass its name or its `planner.ModelShape`.
-
-        Args:
-            model: Network, `planner.ModelShape`, or name of a published model.
-            global_batch: Integer. Sequences per step, over all replicas.
-            **options: Options of `planner.automatic.automatic_plan`: `device`, `precision`,
-                `optimizer`, `local_devices`, and `fixed`, a dict of fields to keep.
-
-        Raises:
-            InputError: If no layout fits into memory or has the fixed fields.
-
-        Example:
-
-        >>> config = TransformerOpParallelConfig.auto("gpt2_small", 8, device="a100")
-        Layout: one device · 2 micro-batches of 4. Chosen by the planner: ...
-        >>> config.resolve(1).data_parallel
-        1
-        """
-        from dtransformer.planner.automatic import automatic_plan, summary  # imports this module
-
-        plan = automatic_plan(model, global_batch, **options)
-        if os.environ.get("HOROVOD_RANK", "0") == "0":
-            print(summary(plan))
-        return plan.best.config
 
     def _known_data_parallel(self):
         if self.data_parallel is None:

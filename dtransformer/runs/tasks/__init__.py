@@ -1,12 +1,20 @@
-"""Tasks: one module per built-in task, and a registry for custom tasks."""
+"""Tasks: one module per built-in task, a registry for custom tasks, and tasks of trained runs."""
 
 import importlib
+import os
+import pathlib
 
+from dtransformer import _compat
 from dtransformer.errors import InputError
+from dtransformer.inputs.weights_file import load_weights
+from dtransformer.models.lora_folder import load_lora
 from dtransformer.runs.config import RunConfig
+from dtransformer.runs.identity import ADAPTERS, WEIGHTS
 from dtransformer.runs.options import SECTIONS
+from dtransformer.runs.run_files import check_run
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import LIKE
+from dtransformer.runs.unread import like as builtin_task
 
 _REGISTERED: dict[str, type[Task]] = {}  # classes of registered tasks by name
 
@@ -51,4 +59,47 @@ def task_of(config: RunConfig, **places) -> Task:
         config: Config of the run.
         **places: `old_run` and `folder`, see `Task`.
     """
-    return class_of(config)(config, **places)
+    return class_of(config)(config, load_run=load_run, **places)
+
+
+def load_run(
+    folder: str | os.PathLike,
+    precision: str = "float32",
+    task: str | None = None,
+    trained: bool = True,
+) -> Task:
+    """Load a run. All ranks call it.
+
+    Args:
+        folder: Path of the run folder.
+        precision: Name of the dtype policy of the network. Its weights are float32, except with
+            `"bfloat16"`.
+        task: Name of the expected task. `None` accepts every task.
+        trained: Boolean. Load the run's weights. Otherwise the network has its initial weights.
+
+    Returns:
+        A `Task` with tokenizer and network. Records are not read.
+
+    Raises:
+        InputError: If the folder or a file in it is missing or damaged, belongs to another run, or
+            has another task.
+    """
+    folder = pathlib.Path(folder)
+    config = check_run(folder)
+    if task is not None and builtin_task(config.task) != task:
+        raise InputError(f"`{folder}` is a run of task {config.task}, expected task {task}.")
+    loaded = task_of(config, old_run=folder, folder=folder)
+    loaded.load_tokenizer(folder)
+    loaded.make_network(precision)
+    if trained and _compat.makes_values():
+        load_trained(loaded)
+    return loaded
+
+
+def load_trained(task: Task) -> None:
+    """Load the run's weights or adapters into the network of its task. All ranks call it."""
+    folder = task.old_run
+    if (folder / ADAPTERS).exists():
+        load_lora(task.core, folder / ADAPTERS)
+    else:
+        load_weights(task.network, folder / WEIGHTS)

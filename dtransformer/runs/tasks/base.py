@@ -34,6 +34,8 @@ class Task(abc.ABC):
         config: Config of the run.
         old_run: Folder of the run to resume or load. `None` for a new run.
         folder: Folder for prepared data: the run folder, or the folder that is renamed to it later.
+        load_run: Function `load_run(folder, precision)` that returns the task of another run, for
+            `model.from`. `task_of` sets it.
 
     Attributes:
         kind: Class of a network that is created from the sizes in `model`.
@@ -63,8 +65,10 @@ class Task(abc.ABC):
         config: RunConfig,
         old_run: pathlib.Path | None = None,
         folder: pathlib.Path | None = None,
+        load_run: Callable | None = None,
     ):
         self.config = config
+        self._load_run = load_run
         self.old_run = old_run
         self.folder = folder
         self.tokenizer = self.network = None
@@ -129,7 +133,13 @@ class Task(abc.ABC):
         """Create and build the core network, without head, adapters or `GroupModel`."""
         arguments = self.arguments()
         network = networks.make_network(
-            self.config, self.kind, self.vocab_size(), precision, self.accepts, **arguments
+            self.config,
+            self.kind,
+            self.vocab_size(),
+            precision,
+            self.accepts,
+            self._load_run,
+            **arguments,
         )
         networks.check_positions(network, self.config.data.length + self.num_added)
         return network

@@ -5,7 +5,6 @@ A family has a table of config keys (see `keys.py`) and a table of weight names 
 """
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Collection, Mapping
 
@@ -34,6 +33,7 @@ from dtransformer.models.pretrained.families.weights import (
     with_rotary_order,
 )
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
+from dtransformer.transformer_config import arguments_of
 
 # Arguments that change no result, or that are saved in the same way for all families.
 _UNCHECKED_ARGUMENTS = {
@@ -54,8 +54,7 @@ _SPECIAL_IDS = {
 
 def _default_arguments(network, *without, **overrides):
     """Return a network's default arguments, except the given names, with overrides."""
-    parameters = inspect.signature(network.__init__).parameters.values()
-    defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+    defaults = arguments_of(network.network_class)
     excluded = {*_UNCHECKED_ARGUMENTS, *without}
     return {name: x for name, x in defaults.items() if name not in excluded} | overrides
 
