@@ -58,6 +58,7 @@ ALLOWED_IMPORTS = {
 # Folders and files of `parallel/` in layers, from top to bottom. They import only lower layers, so
 # the kinds of model parallelism do not depend on each other.
 PARALLEL_LAYERS = (
+    ("keras_layers",),
     ("initialize", "parallelize", "variable_factory", "initial_broadcast", "decoding"),
     ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel"),
     ("recompute",),
