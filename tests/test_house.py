@@ -82,6 +82,8 @@ WITHOUT_FRAMEWORKS = (
     "parallel/config/validators.py",
     "parallel/config/topology.py",
     "parallel/context_parallel/plan.py",
+    "parallel/keras_layers/layout_map.py",
+    "parallel/keras_layers/rules.py",
     "parallel/zero/partition.py",
     "parallel/watchdog/activity.py",
     "parallel/watchdog/stop_barrier.py",

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.keras_layers.shard import layouts_on_mesh
 from dtransformer.parallel.mesh import axis_rules
 from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of_stages
 from dtransformer.parallel.runtime import job
@@ -48,7 +49,8 @@ class Reports:
         shard = partition_of(network.trainable_variables)
         has_stages = job.placement().num_stages > 1 and self._program.engine is not None
         stages = layers_of_stages(network, job.placement()) if has_stages else ()
-        return WeightPlan.of(network.variables, shard if shard.level else None, stages)
+        shard = shard if shard.level else None
+        return WeightPlan.of(network.variables, shard, stages, layouts_on_mesh(network))
 
     def communication_report(self):
         graphs = list(self._program.compiler.graphs.values())
