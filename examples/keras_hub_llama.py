@@ -3,7 +3,7 @@
     pip install keras-hub
     dtransformer launch -np 2 -- python examples/keras_hub_llama.py
 
-The sizes are those of Llama 3.2 1B, with widths and layers divided by SCALE.
+The network is Llama 3.2 1B with widths and layers divided by SCALE.
 """
 
 import dtransformer  # isort: skip  (before Keras, to configure TensorFlow)

@@ -150,9 +150,7 @@ def _lines(network, rows, optimizer):
     for row in rows:
         sizes = row.weights, row.states, row.states_sharded, row.total
         cells = (f"{size / _GIB:,.3g}" for size in sizes)
-        table.append(
-            (row.data_parallel, row.model_parallel, f"{row.sharded_fraction:.0%}", *cells)
-        )
+        table.append((row.data_parallel, row.model_parallel, f"{row.sharded_fraction:.0%}", *cells))
     degree = rows[-1].model_parallel
     replicated = [layout for layout in _layouts(network, degree) if not layout.is_sharded]
     replicated.sort(key=lambda layout: -layout.num_elements)

@@ -71,7 +71,7 @@ def find_problem(specs: Specs, shape: tuple[int, ...], sizes: Mapping[str, int])
     Args:
         specs: Tuple with a mesh axis, or `None`, for each dimension.
         shape: Shape of the full weight.
-        sizes: Mapping from mesh axes to their numbers of shards.
+        sizes: Mapping from mesh axes to shard counts.
     """
     if len(specs) != len(shape):
         return f"{specs} has {len(specs)} axes for {len(shape)} dimensions"

@@ -39,7 +39,7 @@ class WeightLayout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model axis shards the weight."""
+        """True if the model axis shards the weight."""
         return _MODEL in self.specs
 
     @property
@@ -58,7 +58,7 @@ def weight_layouts(
     Args:
         network: Built `keras.Model`.
         config: `TransformerOpParallelConfig`.
-        sizes: Mapping from mesh axes to their numbers of shards.
+        sizes: Mapping from mesh axes to shard counts.
 
     Returns:
         A list of `WeightLayout`s in the order of the layers.
@@ -96,8 +96,10 @@ def _replicated(variable, reason):
 def _checked(variable, specs, rule, sizes):
     """Return a layout, or a replicated one if the axis does not divide the weight."""
     problem = find_problem(specs, tuple(variable.shape), sizes)
-    return _replicated(variable, f"replicated: {problem}") if problem else WeightLayout(
-        variable, specs, rule
+    return (
+        _replicated(variable, f"replicated: {problem}")
+        if problem
+        else WeightLayout(variable, specs, rule)
     )
 
 

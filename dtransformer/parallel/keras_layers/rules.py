@@ -89,7 +89,7 @@ class Product:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the product maps one dimension of features to another."""
+        """True if the product maps one dimension of features to another."""
         return bool(self.num_inputs and self.num_outputs)
 
 
@@ -123,8 +123,7 @@ RULES = (
     Rule(
         "rows",
         lambda product: (
-            product.is_dense
-            and product.columns_before == product.num_inputs > product.num_outputs
+            product.is_dense and product.columns_before == product.num_inputs > product.num_outputs
         ),
         lambda product: product.contracted,
     ),

@@ -36,7 +36,7 @@ def shard_keras_layers(network: keras.Model) -> None:
     All ranks must call this function after they have built the network, or their pipeline stage.
 
     Raises:
-        ValueError: See `weight_layouts`.
+        ValueError: If a layout is invalid; see `weight_layouts`.
     """
     layouts = layouts_on_mesh(network)
     local_ids = {id(variable) for variable in network.variables}
@@ -91,7 +91,9 @@ def _summary(network, layouts):
     total += sum(math.prod(variable.shape) for variable in with_axes)
     sharded = sum(layout.num_elements for layout in layouts if layout.is_sharded)
     sharded += sum(
-        math.prod(variable.shape) for variable in with_axes if "model" in getattr(variable, "specs", ())
+        math.prod(variable.shape)
+        for variable in with_axes
+        if "model" in getattr(variable, "specs", ())
     )
     return (
         f"model_parallel={get_parallel_config().model_parallel} shards {sharded / total:.1%} of the "

@@ -108,6 +108,6 @@ def test_a_layout_map_of_keras_is_read():
     config = dtransformer.TransformerOpParallelConfig(layout_map=LayoutMap(kernel=layout))
     assert config.layout_map == {"kernel": ("data", "model")}
     assert config.mesh_spans_data
-    assert dtransformer.TransformerOpParallelConfig(layout_map={"x": [None, "model"]}).layout_map == {
-        "x": (None, "model")
-    }
+    assert dtransformer.TransformerOpParallelConfig(
+        layout_map={"x": [None, "model"]}
+    ).layout_map == {"x": (None, "model")}
