@@ -32,7 +32,8 @@ class Reports:
         if not job.is_chief():
             return
         self._network.summary(**kwargs)
-        plan = WeightPlan.of(self._network.variables)
+        layouts = layouts_on_mesh(self._network) if self._network.built else []
+        plan = WeightPlan.of(self._network.variables, layouts=layouts)
         print_fn = kwargs.get("print_fn") or print
         print_fn(
             f" Ranks: {job.size()} ({job.topology()}); each device holds "

@@ -96,11 +96,15 @@ def _replicated(variable, reason):
 def _checked(variable, specs, rule, sizes):
     """Return a layout, or a replicated one if the axis does not divide the weight."""
     problem = find_problem(specs, tuple(variable.shape), sizes)
-    return (
-        _replicated(variable, f"replicated: {problem}")
-        if problem
-        else WeightLayout(variable, specs, rule)
-    )
+    if problem:
+        return _replicated(variable, f"replicated: {problem}")
+    return _layout(variable, specs, rule, sizes)
+
+
+def _layout(variable, specs, rule, sizes):
+    """Return a layout without axes that the mesh does not have."""
+    specs = tuple(axis if axis in sizes else None for axis in specs)
+    return WeightLayout(variable, specs, rule)
 
 
 # Layouts from `layout_map`.
@@ -133,7 +137,7 @@ def _mapped_layouts(layers, layout_map, sizes):
                 f"The pattern {pattern!r} of `layout_map` cannot shard the weight {variable.path} of "
                 f"shape {tuple(variable.shape)}: {problem}. Change the layout or the size."
             )
-        layouts.append(WeightLayout(variable, specs, f"layout_map {pattern!r}"))
+        layouts.append(_layout(variable, specs, f"layout_map {pattern!r}", sizes))
     return layouts
 
 
@@ -226,5 +230,5 @@ def _published_layouts(backbone, layouts, sizes):
             continue
         specs = layout_map[pattern]
         if not find_problem(specs, tuple(variable.shape), sizes):
-            result[key] = WeightLayout(variable, specs, f"{name} {pattern!r}")
+            result[key] = _layout(variable, specs, f"{name} {pattern!r}", sizes)
     return result

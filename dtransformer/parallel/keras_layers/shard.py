@@ -50,7 +50,8 @@ def shard_keras_layers(network: keras.Model) -> None:
         specs = storage_specs(layout)
         if any(specs):
             shard_in_place(layout.variable, specs, specs_in_use(layout.specs))
-    if job.is_chief() and any(len(layout.variable.shape) > 1 for layout in layouts):
+    has_matrices = any(len(layout.variable.shape) > 1 for layout in layouts)
+    if has_matrices and job.is_chief() and get_parallel_config().model_parallel > 1:
         print(_summary(network, layouts))
 
 
@@ -65,8 +66,7 @@ def storage_specs(layout: WeightLayout) -> Specs:
     With `optimizer_shard=3` this includes the data axis.
     """
     variable = layout.variable
-    axes = job.mesh().dim_names
-    specs = tuple(axis if axis in axes else None for axis in layout.specs)
+    specs = layout.specs
     has_constraint = variable.constraint is not None
     shape = tuple(variable.shape)
     if variable.trainable and may_shard_over_data(
