@@ -128,7 +128,9 @@ NEEDS_KERAS_HUB = pytest.mark.skipif(
 
 def test_keras_hub_example_is_the_program_of_the_tutorial():
     def code(text):
-        return [line.split("#")[0].strip() for line in text.splitlines() if line.split("#")[0].strip()]
+        return [
+            line.split("#")[0].strip() for line in text.splitlines() if line.split("#")[0].strip()
+        ]
 
     example = (EXAMPLES / "keras_hub_llama.py").read_text("utf-8").split('"""')[2]
     page = (ROOT / "docs/tutorials/keras-hub.md").read_text("utf-8")

@@ -56,13 +56,22 @@ def check_all_used(unused: list[str], paths: list[str]) -> None:
         ValueError: If the list is not empty. The message has the nearest paths.
     """
     if unused:
-        literal = re.sub(r"\\.|[^\w/]+", "/", unused[0])
-        close = difflib.get_close_matches(literal, paths, n=3, cutoff=0.0)
+        literal = re.sub(r"\\.|[^\w/]+", "/", unused[0]).strip("/")
+        close = sorted(paths, key=lambda path: -_similarity(literal, path))[:3]
         raise ValueError(
             f"The pattern {unused[0]!r} of `layout_map` matches no weight. The nearest paths are "
             f"{', '.join(close) or 'none: the network has no weights'}. `print(trainer.plan())` lists "
             "all paths."
         )
+
+
+def _similarity(literal, path):
+    """Return the similarity of a text and the most similar part of a path, from 0 to 1."""
+    names = path.split("/")
+    length = literal.count("/") + 1
+    starts = range(max(len(names) - length, 0) + 1)
+    parts = ["/".join(names[start : start + length]) for start in starts]
+    return max(difflib.SequenceMatcher(None, literal, part).ratio() for part in parts)
 
 
 def find_problem(specs: Specs, shape: tuple[int, ...], sizes: Mapping[str, int]) -> str:

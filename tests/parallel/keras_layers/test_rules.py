@@ -81,8 +81,12 @@ def test_two_patterns_for_one_weight_are_an_error():
 
 
 def test_a_pattern_without_weights_is_an_error_with_the_nearest_paths():
-    with pytest.raises(ValueError, match=r"'blok.*qery/kernel'.*block_0/query/kernel"):
-        check_all_used(["blok.*qery/kernel"], PATHS)
+    paths = ["dense/kernel", "dense_1/kernel", "dense_2/kernel", *PATHS]
+    for pattern in ("blok.*qery/kernel", "qery/kernel", r"block_\d+/qeury"):
+        with pytest.raises(ValueError, match=r"nearest paths are block_0/query/kernel, ") as caught:
+            check_all_used([pattern], paths)
+        assert repr(pattern) in str(caught.value)
+    check_all_used([], paths)
 
 
 @pytest.mark.parametrize(
