@@ -1,8 +1,10 @@
 """Promise: the examples run as documented in their first lines."""
 
+import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 from dtransformer.cli import main
 from dtransformer.models import MaskedLM, from_pretrained, save_pretrained
 from tests.runs.small_records import write
+from tests.shared_runs import needs_horovod
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -115,3 +118,31 @@ def test_long_context_example_trains(tmp_path, monkeypatch):
     assert "activations" in printed
     assert len(pathlib.Path("runs/long_context/metrics.jsonl").read_text().splitlines()) >= 3
     assert pathlib.Path("runs/long_context/losses.png").stat().st_size > 1000
+
+
+NEEDS_KERAS_HUB = pytest.mark.skipif(
+    importlib.util.find_spec("keras_hub") is None,
+    reason="KerasHub is not installed: pip install keras-hub",
+)
+
+
+def test_keras_hub_example_is_the_program_of_the_tutorial():
+    def code(text):
+        return [
+            line.split("#")[0].strip() for line in text.splitlines() if line.split("#")[0].strip()
+        ]
+
+    example = (EXAMPLES / "keras_hub_llama.py").read_text("utf-8").split('"""')[2]
+    page = (ROOT / "docs/tutorials/keras-hub.md").read_text("utf-8")
+    tutorial = page.partition("```python\n")[2].partition("```")[0]
+    assert code(example) == code(tutorial)
+
+
+@NEEDS_KERAS_HUB
+@needs_horovod
+@pytest.mark.long
+def test_keras_hub_example_stores_half_of_the_weights_on_each_rank():
+    program = EXAMPLES / "keras_hub_llama.py"
+    printed = run("-m", "dtransformer.cli", "launch", "-np", 2, "--", sys.executable, program)
+    share = re.search(r"Each device stores ([\d.]+)% of", printed)
+    assert float(share[1]) <= 55

@@ -60,6 +60,7 @@ ALLOWED_IMPORTS = {
 # Folders and files of `parallel/` in layers, from top to bottom. They import only lower layers, so
 # the kinds of model parallelism do not depend on each other.
 PARALLEL_LAYERS = (
+    ("keras_layers",),
     ("initialize", "parallelize", "variable_factory", "initial_broadcast", "decoding"),
     ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel"),
     ("recompute",),
@@ -80,6 +81,8 @@ WITHOUT_FRAMEWORKS = (
     "parallel/config/validators.py",
     "parallel/config/topology.py",
     "parallel/context_parallel/plan.py",
+    "parallel/keras_layers/layout_map.py",
+    "parallel/keras_layers/rules.py",
     "parallel/zero/partition.py",
     "parallel/watchdog/activity.py",
     "parallel/watchdog/stop_barrier.py",

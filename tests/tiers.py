@@ -31,6 +31,7 @@ CHECK = (
     "inputs/test_yaml.py",
     "layers/test_reference.py",
     "parallel/context_parallel/test_plan.py",
+    "parallel/keras_layers/test_rules.py",
     "parallel/pipeline_parallel/test_schedules.py",
     "parallel/test_config.py",
     "parallel/test_shard_bounds.py",

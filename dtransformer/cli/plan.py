@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import re
 
 from dtransformer.architectures import Architecture
 from dtransformer.errors import InputError, check_installed, refusing
@@ -42,6 +43,11 @@ def run_plan(arguments: argparse.Namespace) -> None:
         arguments.device = arguments.measure
         if arguments.model is None:
             return
+    if _is_function(arguments.model):
+        from dtransformer.cli.plan_keras import run_plan_of_keras_model
+
+        run_plan_of_keras_model(arguments)
+        return
     result, notes = plan_of(arguments)
     config = yaml_of(result, arguments.model if os.path.isdir(arguments.model) else None)
     if arguments.yaml:
@@ -54,6 +60,11 @@ def run_plan(arguments: argparse.Namespace) -> None:
     print("\n".join([report.text_of(result, tokens), *notes]))
     if result.fits and not arguments.yaml:
         print(f"\n{config}", end="")
+
+
+def _is_function(name):
+    """Return whether a model is a `module:function` that returns a Keras model."""
+    return name is not None and re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
 def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:

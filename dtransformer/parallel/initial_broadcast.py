@@ -9,6 +9,7 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.division import filled
 from dtransformer.parallel.mesh.variable import MeshVariable, sharding_specs
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.process_groups import Group
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable, own_shards
 
 # Send values in large messages, because Horovod adds latency to each message.
@@ -23,13 +24,18 @@ def initial_broadcast(network_variables: list, optimizer_variables: list) -> Non
         optimizer_variables: List of Keras variables, one or more per shard.
     """
     for group, shards in shared_shards(network_variables, optimizer_variables).items():
-        sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in shards]
-        for number, positions in enumerate(filled(sizes, _MESSAGE_BYTES)):
-            batch = [shards[i] for i in positions]
-            values = [shard.value for shard in batch]
-            values = transport.broadcast_together(values, 0, group, f"initial_broadcast_{number}")
-            for shard, value in zip(batch, values):
-                shard.assign(value)
+        broadcast_values(shards, group)
+
+
+def broadcast_values(variables: list, group: Group) -> None:
+    """Copy the values of unsharded Keras variables from the first rank of a group."""
+    sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in variables]
+    for number, positions in enumerate(filled(sizes, _MESSAGE_BYTES)):
+        batch = [variables[i] for i in positions]
+        values = [variable.value for variable in batch]
+        values = transport.broadcast_together(values, 0, group, f"initial_broadcast_{number}")
+        for variable, value in zip(batch, values):
+            variable.assign(value)
 
 
 def shared_shards(network_variables: list, optimizer_variables: list = ()) -> dict:

@@ -6,7 +6,7 @@ change.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -86,20 +86,31 @@ def make_variable(
     if _stored_values.get() is not None:
         initializer = StoredValue(functools.partial(_stored_values.get(), path))
     specs = weight_specs(axes, shape, path)
-    local_shape = [size // axis_size(spec) for size, spec in zip(shape, specs)]
-    why_not = get_parallel_config().why_replicated(
-        path, local_shape, tf.as_dtype(dtype).size, has_constraint
-    )
-    may_shard = trainable and not why_not  # Shard over the ranks that train the weight together.
+    may_shard = trainable and may_shard_over_data(path, shape, specs, dtype, has_constraint)
     if job.mesh() is not None:
-        stored = _stored_specs(specs, shape) if may_shard else specs
+        stored = stored_specs(specs, shape) if may_shard else specs
         make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
     else:
         make = _flat_class(dtype, compute_dtype) if may_shard else Weight
     return make(initializer, shape=shape, dtype=dtype, trainable=trainable, **kwargs)
 
 
-def _stored_specs(specs: Specs, shape: tuple[int, ...]) -> Specs:
+def may_shard_over_data(
+    path: str, shape: Sequence[int], specs: Specs, dtype: str, has_constraint: bool
+) -> bool:
+    """Return whether `optimizer_shard` may shard a trainable weight over its data-parallel ranks.
+
+    Args:
+        path, shape, dtype, has_constraint: As in `make_variable`.
+        specs: Tuple with the mesh axis, or `None`, that shards each dimension.
+    """
+    local_shape = [size // axis_size(spec) for size, spec in zip(shape, specs)]
+    item_bytes = tf.as_dtype(dtype).size
+    config = get_parallel_config()
+    return not config.why_replicated(path, local_shape, item_bytes, has_constraint)
+
+
+def stored_specs(specs: Specs, shape: Sequence[int]) -> Specs:
     """Return the specs of a weight's storage on the mesh.
 
     With `optimizer_shard=3`, the data axis and the context axis each shard the first dimension that

@@ -5,8 +5,9 @@ import math
 
 import tensorflow as tf
 
+from dtransformer.parallel.keras_layers.shard import storage_specs
 from dtransformer.parallel.mesh.axis_rules import axis_size
-from dtransformer.parallel.mesh.variable import sharding_specs
+from dtransformer.parallel.mesh.variable import MeshVariable, sharding_specs
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.zero.variables import FullyShardedVariable
 from dtransformer.tables import columns
@@ -20,8 +21,8 @@ class WeightRow:
         path: Path of the weight in the network.
         shape: Shape of the full weight.
         dtype: Name of its dtype.
-        axes: Tuple with the logical axis, or `None`, of each dimension. Empty if the weight has
-            no logical axes.
+        rule: Rule that determined the layout: the logical axes of the dimensions, or the rule of
+            `parallel.keras_layers` for layers without logical axes.
         sharded_over: Tuple with the mesh axis, or `None`, that shards each dimension.
             `("ranks",)` if each data-parallel rank has a flat shard.
         num_shards: Number of distinct shards.
@@ -30,7 +31,7 @@ class WeightRow:
     path: str
     shape: tuple
     dtype: str
-    axes: tuple
+    rule: str
     sharded_over: tuple
     num_shards: int
 
@@ -63,21 +64,24 @@ class WeightPlan:
     stages: tuple = ()
 
     @classmethod
-    def of(cls, variables, shard=None, stages=()):
+    def of(cls, variables, shard=None, stages=(), layouts=()):
         """Build the plan from a list of Keras variables.
 
         Args:
             variables: List of Keras variables.
             shard, stages: See the class.
+            layouts: Iterable of the `WeightLayout`s of weights without logical axes. They also
+                cover weights that are not sharded yet.
         """
+        rules = {id(layout.variable): layout for layout in layouts}
         mesh = job.mesh()
         rows = tuple(
             WeightRow(
                 v.path,
                 tuple(v.shape),
                 tf.as_dtype(v.dtype).name,
-                tuple(getattr(v, "logical_axes", ())),
-                *_shards(v),
+                _rule(v, rules.get(id(v))),
+                *_shards(v, rules.get(id(v))),
             )
             for v in variables
         )
@@ -95,17 +99,13 @@ class WeightPlan:
         return sum(row.bytes_per_device for row in self.rows)
 
     def __str__(self):
-
-        def axis_names(axes):
-            return "(" + ", ".join(axis or "–" for axis in axes) + ")"
-
-        header = ("weight", "shape", "type", "dimensions", "sharded over", "bytes per rank")
+        header = ("weight", "shape", "type", "rule", "sharded over", "bytes per device")
         table = [header]
         for row in self.rows:
-            num_bytes = row.bytes_per_device * self.num_local_devices
             shape = "×".join(map(str, row.shape)) or "scalar"
-            axes = axis_names(row.axes), axis_names(row.sharded_over)
-            table.append((row.path, shape, row.dtype, *axes, f"{num_bytes:,}"))
+            axes = _axis_names(row.sharded_over)
+            num_bytes = f"{row.bytes_per_device:,}"
+            table.append((row.path, shape, row.dtype, row.rule, axes, num_bytes))
         lines = columns(table, right=(len(header) - 1,))
         elements = sum(math.prod(row.shape) for row in self.rows)
         sharded = sum(row.bytes_per_device for row in self.rows if any(row.sharded_over))
@@ -123,9 +123,21 @@ class WeightPlan:
         return "\n".join(lines)
 
 
-def _shards(variable):
+def _axis_names(axes):
+    return "(" + ", ".join(axis or "–" for axis in axes) + ")"
+
+
+def _rule(variable, layout):
+    """Return the rule of a weight; see `WeightRow`."""
+    if layout is not None:
+        return layout.rule
+    return _axis_names(getattr(variable, "logical_axes", ()))
+
+
+def _shards(variable, layout):
     """Return the mesh axes that shard a weight's dimensions, and the number of distinct shards."""
     if isinstance(variable, FullyShardedVariable):
         return ("ranks",), job.data_parallel_group().size
-    axes = sharding_specs(variable)
+    is_pending = layout is not None and not isinstance(variable, MeshVariable)
+    axes = storage_specs(layout) if is_pending else sharding_specs(variable)
     return axes, math.prod(map(axis_size, axes))

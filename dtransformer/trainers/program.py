@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.initial_broadcast import initial_broadcast
+from dtransformer.parallel.keras_layers.shard import shard_keras_layers
 from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import compile_checks
@@ -18,7 +19,7 @@ from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.rank_agreement import check_same_training
-from dtransformer.trainers.reports import check_rules, warn_of_replicated_layers
+from dtransformer.trainers.reports import check_rules
 from dtransformer.trainers.step import Step
 from dtransformer.trainers.step_logs import StepCheck
 from dtransformer.trainers.step_metrics import StepMetrics
@@ -91,7 +92,7 @@ class Program:
         compile_checks.check_weights_unchanged(self._network, self._weights)
         if is_new and job.mesh() is not None:
             check_rules(self._network)
-            warn_of_replicated_layers(self._network)
+            shard_keras_layers(self._network)
         return self.engine
 
     def build_optimizer(self):

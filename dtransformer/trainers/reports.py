@@ -1,17 +1,12 @@
 """Reports on a trainer's layout: plan, communication, memory, experts and timeline."""
 
-import math
-import warnings
-
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.keras_layers.shard import layouts_on_mesh
 from dtransformer.parallel.mesh import axis_rules
-from dtransformer.parallel.mesh.variable import sharding_specs
 from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of_stages
-from dtransformer.parallel.pipeline_parallel.stage_weights import own_weights
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.communication import communication_report
 from dtransformer.reports.memory import memory_report
@@ -37,7 +32,8 @@ class Reports:
         if not job.is_chief():
             return
         self._network.summary(**kwargs)
-        plan = WeightPlan.of(self._network.variables)
+        layouts = layouts_on_mesh(self._network) if self._network.built else []
+        plan = WeightPlan.of(self._network.variables, layouts=layouts)
         print_fn = kwargs.get("print_fn") or print
         print_fn(
             f" Ranks: {job.size()} ({job.topology()}); each device holds "
@@ -54,7 +50,8 @@ class Reports:
         shard = partition_of(network.trainable_variables)
         has_stages = job.placement().num_stages > 1 and self._program.engine is not None
         stages = layers_of_stages(network, job.placement()) if has_stages else ()
-        return WeightPlan.of(network.variables, shard if shard.level else None, stages)
+        shard = shard if shard.level else None
+        return WeightPlan.of(network.variables, shard, stages, layouts_on_mesh(network))
 
     def communication_report(self):
         graphs = list(self._program.compiler.graphs.values())
@@ -116,34 +113,4 @@ def check_rules(network):
         raise ValueError(
             f"`expert_parallel={config.expert_parallel}` needs a network with experts, and this one "
             "has none. Give it a `moe_config` with several experts, or set `expert_parallel` to 1."
-        )
-
-
-def warn_of_replicated_layers(network):
-    """Warn on rank 0 if `model_parallel` does not shard some layers, such as Keras' layers.
-
-    A layer has no sharding rule if its weights of two or more dimensions have no logical axes. The
-    weights of all pipeline stages are counted.
-    """
-    degree = get_parallel_config().model_parallel
-    if degree == 1 or not job.is_chief():
-        return
-    sharded_bytes = 0
-    total_bytes = 0
-    kinds = set()
-    for layer in _compat.flat_layers(network):
-        for variable in own_weights(layer):
-            num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-            total_bytes += num_bytes
-            if "model" in sharding_specs(variable):
-                sharded_bytes += num_bytes
-            elif len(variable.shape) > 1 and not hasattr(variable, "logical_axes"):
-                kinds.add(type(layer).__name__)
-    if kinds:
-        warnings.warn(
-            f"`model_parallel={degree}` shards {sharded_bytes:,} of the {total_bytes:,} bytes of "
-            f"the weights and replicates {total_bytes - sharded_bytes:,}: "
-            f"{', '.join(sorted(kinds))} have no sharding rule. Use layers of dtransformer.layers, "
-            "or `model_parallel=1` and more data ranks.",
-            stacklevel=2,
         )

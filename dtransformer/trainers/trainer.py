@@ -604,15 +604,15 @@ class Trainer(keras.Model):
         the layers of each stage.
 
         Raises:
-            ValueError: If the network is not built, or if a rule of `parallel_rules` matches no
-                weight.
+            ValueError: If the network is not built, or if a rule of `parallel_rules` or a pattern of
+                `layout_map` matches no weight.
 
         Example:
 
         >>> print(trainer.plan())
-        weight                      shape  type     dimensions           sharded over  bytes per rank
+        weight                      shape  type     rule                 sharded over  bytes per device
         ...
-        causal_lm/embedding/table   50×8   float32  (vocab_rows, embed)  (–, –)                 1,600
+        causal_lm/embedding/table   50×8   float32  (vocab_rows, embed)  (–, –)                   1,600
         ...
         20 weights with 9,480 elements. Each device stores 9,480 of them: ...
         """

@@ -96,6 +96,7 @@ def test_any_text_is_read_or_refused(text):
 @given(
     key=st.sampled_from(["model.hidden_size", "training.learning_rate", "data.source",
                          "training.jit_compile", "parallel.recompute", "parallel.parallel_rules",
+                         "parallel.layout_map",
                          "parallel.optimizer_shard", "search.max_length", "nothing", "data.x"]),
     value=VALUES | st.sampled_from([{"recompute": 1}, {"select": "x"}, 10**30, 1e308]),
 )  # fmt: skip

@@ -69,6 +69,7 @@ DEFAULTS = {
         "vocab_emb_dp": True,
         "sequence_parallel": False,
         "parallel_rules": None,
+        "layout_map": None,
     },
 }
 
@@ -88,6 +89,10 @@ KINDS = {
     "rules": (
         [None, {}, {"mlp": None}, {"mlp": "model", "own_name": "data"}],
         ["mlp", ("mlp", None), 1, {"mlp": "stage"}, {"mlp": 0}, {1: "model"}],
+    ),
+    "layouts": (
+        [None, {}, {"kernel$": (None, "model"), "a.*b": ("data",)}],
+        ["kernel", 1, {"(": ("model",)}, {"kernel": "model"}, {"a": ("context",)}, {1: ("model",)}],
     ),
     "patterns": (
         [(), ("bias",), ("norm/", "^head")],
@@ -131,6 +136,7 @@ KIND_BY_FIELD = {
     "optimizer_shard_partition": "partition",
     "select": "parts",
     "parallel_rules": "rules",
+    "layout_map": "layouts",
 }
 
 

@@ -187,7 +187,13 @@ class TransformerOpParallelConfig(validators.Checked):
         sequence_parallel: Boolean. Whether to shard residuals over the model axis by position. Defaults
             to `False`.
         parallel_rules: Dict of logical axes to `"data"`, `"context"`, `"model"` or `None`. Extends
-            `dtransformer.parallel.mesh.axis_rules.rules`. Defaults to `None`.
+            `dtransformer.parallel.mesh.axis_rules.rules`, for layers of `dtransformer.layers`. Defaults
+            to `None`.
+        layout_map: Dict of regular expressions to a tuple with `"model"`, `"data"` or `None` for each
+            dimension, or a `keras.distribution.LayoutMap`, whose axis `"batch"` means `"data"`. Shards
+            the weights of other Keras layers whose paths contain the expression and replicates the
+            rest. `"data"` stores shards that are all-gathered for use. `None` uses default rules by
+            layer type. Defaults to `None`.
 
     Raises:
         ValueError: If a field has an invalid value.
@@ -219,8 +225,11 @@ class TransformerOpParallelConfig(validators.Checked):
     vocab_emb_dp: bool = True
     sequence_parallel: bool = False
     parallel_rules: dict[str, validators.MeshAxis | None] | None = None
+    layout_map: dict[validators.Pattern, tuple[validators.LayoutAxis | None, ...]] | None = None
 
     def __setattr__(self, name, value):
+        if name == "layout_map":
+            value = validators.layout_dict(value)
         # YAML and JSON files have a dict.
         if name == "recompute" and value and isinstance(value, dict):
             value = TransformerRecomputeConfig(**value)
@@ -233,6 +242,14 @@ class TransformerOpParallelConfig(validators.Checked):
                 "`init`. Call `dtransformer.init(config)` first, or set `data_parallel`."
             )
         return self.data_parallel
+
+    @property
+    def mesh_spans_data(self) -> bool:
+        """Whether weights are all-gathered over data ranks inside a computation on the mesh."""
+        operations = self.model_parallel * self.context_parallel * self.expert_parallel
+        if self.optimizer_shard == 3 and operations > 1:
+            return True
+        return any("data" in axes for axes in (self.layout_map or {}).values())
 
     @property
     def placement(self):

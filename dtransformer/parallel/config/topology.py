@@ -92,9 +92,7 @@ class Topology:
             context=config.context_parallel,
             model=config.model_parallel,
             local_devices=local_devices,
-            # Weights sharded over both axes are all-gathered inside the computation.
-            mesh_spans_data=config.optimizer_shard == 3
-            and config.model_parallel * config.context_parallel * config.expert_parallel > 1,
+            mesh_spans_data=config.mesh_spans_data,
             expert=config.expert_parallel,
         )
 

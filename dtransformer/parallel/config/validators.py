@@ -3,6 +3,7 @@
 import functools
 import re
 import typing
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Level = Annotated[int, Field(ge=0, le=3)]
 MeshAxis = Literal["data", "context", "model"]
+LayoutAxis = Literal["data", "model"]
 # Mesh axes, outermost first.
 MESH_AXES = typing.get_args(MeshAxis)
 
@@ -41,6 +43,23 @@ def _pattern(text):
 _SCHEMA = pydantic.WithJsonSchema({"enum": [*schedules.SCHEDULES]})
 Schedule = Annotated[str, AfterValidator(_schedule), _SCHEMA]
 Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
+def layout_dict(layout_map: object) -> object:
+    """Convert a `keras.distribution.LayoutMap` or a mapping from a file to a dict of tuples.
+
+    Other values are returned unchanged. `checked_value` rejects them.
+    """
+    if not isinstance(layout_map, Mapping):
+        return layout_map
+    layouts = {}
+    for pattern, layout in layout_map.items():
+        axes = getattr(layout, "axes", layout)  # A `keras.distribution.TensorLayout` has axes.
+        if isinstance(axes, (list, tuple)):
+            # KerasHub's layout maps name the data axis "batch".
+            axes = tuple("data" if axis == "batch" else axis for axis in axes)
+        layouts[pattern] = axes
+    return layouts
 
 
 @functools.cache
@@ -132,6 +151,12 @@ def check_supported(config, local_devices: int = 1) -> None:
             raise ValueError(
                 f"`{name}={value}` does not work with `{degree}={getattr(config, degree)}`. "
                 f"{_PIPELINE_CONFLICTS[name]}"
+            )
+        if any("data" in axes for axes in (config.layout_map or {}).values()):
+            raise ValueError(
+                f"`layout_map` shards weights over the axis 'data', which does not work with "
+                f"`{degree}={getattr(config, degree)}`: every weight would be gathered twice for each "
+                "micro-batch. Use 'model' or None in `layout_map`."
             )
         schedules.check(
             config.pipeline_schedule,

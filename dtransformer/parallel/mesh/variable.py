@@ -112,6 +112,24 @@ class MeshVariable(ShardedVariable):
             return unshard([self], [tf.constant(flat)], f"gather.{self.path}")[0].numpy()
 
 
+def shard_in_place(
+    variable: keras.Variable, specs: Sequence[str | None], specs_in_use: Sequence[str | None]
+) -> None:
+    """Turn a Keras variable into a `MeshVariable` with the same value.
+
+    Layers, tied layers and lists keep their references, because the object stays the same.
+
+    Args:
+        variable: Initialized variable of a Keras layer. It is stored on one device.
+        specs, specs_in_use: As in `MeshVariable`.
+    """
+    value = np.asarray(variable.numpy())
+    variable.__class__ = MeshVariable
+    variable.specs = tuple(specs)
+    variable.specs_in_use = tuple(specs_in_use)
+    variable._initialize_with_initializer(lambda shape, dtype: value)
+
+
 class _Bounds(tuple):
     """Position of a shard: a hashable tuple of `(start, stop)` for each dimension."""
 

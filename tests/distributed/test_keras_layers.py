@@ -1,0 +1,74 @@
+"""Promise: networks of Keras' and KerasHub's layers train on meshes with the losses of Keras' `fit`.
+
+The weights of the Transformers are sharded: at two model shards each device has about half.
+"""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from harness.keras_networks import HUB_NETWORKS, KERAS_NETWORKS
+from harness.runs import Run
+from harness.tolerances import PARITY_LOSS
+from tests.distributed.tasks.keras_layers import QUICK_STEPS, STEPS
+from tests.shared_runs import each
+
+TASKS = "tests.distributed.tasks.keras_layers:"
+LAYOUTS = """
+    mp2@1x2  mp4@1x4  dp2mp2@1x4  dp2mp2@1x4+shard3  mp2@1x2+rows
+    mp2@2x1  dp2mp2@2x2+shard1  mp2pp2m2-1f1b@2x2
+""".split()
+IN_PIPELINES = ("gpt", "vit")
+QUICK_RUNS = [f"{TASKS}gpt_quick/{layout}" for layout in ("mp2@1x2", "dp2mp2@1x4+shard3")]
+
+
+def runs_of(networks):
+    """Return the runs of networks under all layouts that they support."""
+    return [
+        f"{TASKS}{network}/{layout}"
+        for network in networks
+        for layout in LAYOUTS
+        if "pp2" not in layout or network in IN_PIPELINES
+    ]
+
+
+KERAS_RUNS = runs_of(KERAS_NETWORKS)
+HUB_RUNS = runs_of(HUB_NETWORKS)
+needs_keras_hub = pytest.mark.skipif(
+    importlib.util.find_spec("keras_hub") is None,
+    reason="KerasHub is not installed: pip install keras-hub",
+)
+
+
+def one_process(run):
+    return f"{run.split('/')[0]}/alone@1x1"
+
+
+def check_run(run, ranks_of, steps):
+    (expected,) = ranks_of(one_process(run))
+    assert len(set(expected["losses"])) == steps
+    for rank in ranks_of(run):
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["accuracies"], expected["accuracies"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["outputs"], expected["outputs"], atol=PARITY_LOSS)
+        layout = Run.of(run).layout
+        if layout.model == 2 and layout.stages == 1 and "resnet" not in run:
+            assert rank["bytes_per_device"] <= 0.55 * expected["bytes"]
+
+
+@each(QUICK_RUNS, reads=lambda run: [one_process(run)])
+def test_five_steps_match_keras(run, ranks_of):
+    check_run(run, ranks_of, QUICK_STEPS)
+
+
+@each(KERAS_RUNS, KERAS_RUNS, lambda run: [one_process(run)])
+def test_twenty_steps_match_keras(run, ranks_of):
+    check_run(run, ranks_of, STEPS)
+
+
+@needs_keras_hub
+@each(HUB_RUNS, HUB_RUNS, lambda run: [one_process(run)])
+def test_twenty_steps_of_keras_hub_match_keras(run, ranks_of):
+    check_run(run, ranks_of, STEPS)
