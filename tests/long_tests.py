@@ -100,10 +100,18 @@ LEFT = [
         OTHER_CASES,
     ),
     # Published weights. All families compare logits, which determine the generated texts.
-    Left("models/pretrained/test_published.py::test_what_is_generated", "llama$", OTHER_CASES),
-    Left("models/pretrained/test_published.py::test_what_is_translated", "marian", OTHER_CASES),
     Left(
-        "models/pretrained/test_published.py::test_what_each_search_finds",
+        "models/pretrained/test_published.py::test_generated_texts_match_transformers",
+        "llama$",
+        OTHER_CASES,
+    ),
+    Left(
+        "models/pretrained/test_published.py::test_translations_match_transformers",
+        "marian",
+        OTHER_CASES,
+    ),
+    Left(
+        "models/pretrained/test_published.py::test_searches_match_transformers",
         "^beams_penalty",
         OTHER_CASES,
     ),
@@ -173,9 +181,9 @@ LEFT = [
         "layers/test_recompute.py, and the layouts of long networks of distributed/test_parity.py",
     ),
     Left(
-        "models/pretrained/test_published.py::test_straight_onto_a_mesh",
+        "models/pretrained/test_published.py::test_models_loaded_onto_a_mesh_match_transformers",
         "",
-        "models/pretrained/test_loading.py::test_on_a_mesh",
+        "models/pretrained/test_loading.py::test_mesh_loads_only_local_shards",
     ),
     Left(
         "models/test_encoder_decoder_lm.py::test_consecutive_searches_on_a_mesh",

@@ -41,7 +41,7 @@ from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
 from dtransformer.planner.work import block_passes
 from dtransformer.runs.config import load_config
-from tests.models.pretrained.family_rows import PRESETS_OF
+from tests.models.pretrained.family_rows import PRESET_PATTERNS
 
 SMALL = "gpt2_small"
 EXAMPLE = re.compile(r"```\n\$ dtransformer (plan .*)\n(?!```)((?s:.+?))\n```")
@@ -609,7 +609,7 @@ def test_every_supported_family_has_a_preset():
     from dtransformer.models.pretrained.families import FAMILIES
 
     for family in FAMILIES.keys() - NO_PRESETS:
-        name = PRESETS_OF.get(family, f"{family}_")
+        name = PRESET_PATTERNS.get(family, f"{family}_")
         assert any(re.match(name, preset) for preset in ARCHITECTURES), family
 
 
