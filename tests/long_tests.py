@@ -141,12 +141,12 @@ LEFT = [
         "sgd and lamb of distributed/test_parity.py, which clip on meshes",
     ),
     Left(
-        "trainers/engines/test_mesh.py::test_rows_that_the_data_axis_does_not_divide",
+        "trainers/engines/test_mesh.py::test_batches_that_the_data_axis_does_not_divide",
         "",
         "untied of distributed/test_parity.py, whose batches come in two shapes",
     ),
     Left(
-        "trainers/engines/test_mesh.py::test_deep_networks_are_told_of_chunks_before_they_are_compiled",
+        "trainers/engines/test_mesh.py::test_deep_networks_warn_about_pipeline_chunks_before_compilation",
         "",
         "layers/test_placement.py::test_chunks_of_a_single_stage_minimize_compile_time",
     ),
@@ -166,12 +166,12 @@ LEFT = [
         "planner/test_formulas.py; layers/test_context_attention.py",
     ),
     Left(
-        "trainers/engines/test_mesh.py::test_dropout_on_the_mesh",
+        "trainers/engines/test_mesh.py::test_dropout_on_a_mesh_depends_on_the_seed_only",
         "",
         "parallel/tensor_parallel/test_dropout.py",
     ),
     Left(
-        "trainers/engines/test_mesh.py::test_weights_are_excluded_from_decay_by_name_and_by_themselves",
+        "trainers/engines/test_mesh.py::test_weights_are_excluded_from_decay_by_name_or_variable",
         "",
         "sgd of distributed/test_parity.py",
     ),
@@ -231,7 +231,7 @@ LEFT = [
         "runs/test_predict.py::test_vectors_are_pooled_and_normalized_as_in_training",
     ),
     Left(
-        "trainers/engines/test_mesh.py::test_micro_batches_on_the_mesh",
+        "trainers/engines/test_mesh.py::test_micro_batches_on_a_mesh",
         "",
         "layouts with micro-batches of distributed/test_parity.py",
     ),
@@ -245,7 +245,7 @@ LEFT = [
     Left("models/test_presets.py::test_rounded_number_of_parameters", "1t|base", OTHER_CASES),
     # Training.
     Left(
-        "trainers/engines/test_accumulation.py::test_steps_are_those_of_whole_batches",
+        "trainers/engines/test_accumulation.py::test_micro_batches_match_full_batches",
         "2-options0",
         OTHER_CASES,
     ),
@@ -260,7 +260,7 @@ LEFT = [
         OTHER_CASES,
     ),
     Left(
-        "trainers/checkpoint/test_preemption.py::test_a_run_that_is_told_to_stop_goes_on",
+        "trainers/checkpoint/test_preemption.py::test_interrupted_run_resumes_identically",
         "8-15",
         OTHER_CASES,
     ),

@@ -20,7 +20,7 @@ from dtransformer.runs.run import check_weights_finite
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint.export import seal
 from tests.cli.test_cli import ENGLISH, french
-from tests.trainers.checkpoint.small import flip, new_trainer
+from tests.trainers.checkpoint.small import flip_bit, new_trainer
 
 SETTINGS = [
     "tokenizer.vocab_size=48",
@@ -112,11 +112,11 @@ SWAPS = {
     "another tokenizer": (swap("tokenizer"), "has changed since the run began"),
     "other weights": (swap(WEIGHTS), "weights belong to another run"),
     "another run.json": (swap("run.json"), "has changed since the run began"),
-    "a flipped bit": (lambda run, other: flip(run / WEIGHTS), "weights are damaged"),
-    "a flipped head": (lambda run, other: flip(run / WEIGHTS, 0), "weights are damaged"),
-    "a flipped end": (lambda run, other: flip(run / WEIGHTS, 0.9999), "weights are damaged"),
+    "a flipped bit": (lambda run, other: flip_bit(run / WEIGHTS), "weights are damaged"),
+    "a flipped head": (lambda run, other: flip_bit(run / WEIGHTS, 0), "weights are damaged"),
+    "a flipped end": (lambda run, other: flip_bit(run / WEIGHTS, 0.9999), "weights are damaged"),
     "a cut file": (lambda run, other: os.truncate(run / WEIGHTS, 9999), "weights are damaged"),
-    "a damaged run.json": (lambda run, other: flip(run / "run.json"), "run.json is damaged"),
+    "a damaged run.json": (lambda run, other: flip_bit(run / "run.json"), "run.json is damaged"),
     "a run.json that is no text": (
         lambda run, other: (run / "run.json").write_bytes(b"[" * 10**5), "run.json is damaged"),
     "no run.json": (foreign, "has no run.json"),
@@ -177,7 +177,7 @@ REFUSED = [
     (swap(WEIGHTS), ["--resume"], "belong to another run"),
     (swap("tokenizer"), ["--resume"], "has changed since the run began"),
     (swap("config.yaml"), ["--resume"], "has changed since the run began"),
-    (lambda run, other: flip(run / WEIGHTS), ["--resume"], "weights are damaged"),
+    (lambda run, other: flip_bit(run / WEIGHTS), ["--resume"], "weights are damaged"),
     (lambda run, other: shutil.rmtree(run / "checkpoints"), ["--resume"], "no checkpoint to"),
 ]  # fmt: skip
 

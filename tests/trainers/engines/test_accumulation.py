@@ -50,13 +50,13 @@ def whole():
         pytest.param(2, {"jit_compile": True}, marks=pytest.mark.long),
     ],
 )
-def test_steps_are_those_of_whole_batches(micro_batches, options, whole):
+def test_micro_batches_match_full_batches(micro_batches, options, whole):
     parts = fit(micro_batches, **options)
     for name in ("step_loss", "gradient_norm", "accuracy", *options.get("metrics", ())):
         np.testing.assert_allclose(parts[name], whole[name], rtol=TRAINING, err_msg=name)
 
 
-def test_a_keras_loss_with_regularizers_and_sample_weights():
+def test_micro_batches_with_regularizers_and_sample_weights():
     def losses(micro_batches):
         with parallel_config(micro_batch_num=micro_batches):
             network = keras.Sequential(
@@ -81,7 +81,7 @@ def test_a_keras_loss_with_regularizers_and_sample_weights():
     np.testing.assert_allclose(losses(3), losses(1), rtol=TRAINING)
 
 
-def test_each_micro_batch_has_masks_of_its_own():
+def test_each_micro_batch_has_different_dropout_masks():
     class Ones(keras.Model):
         """Returns what dropout leaves of ones."""
 
@@ -125,7 +125,7 @@ def ends_small():
 
 # Of no rows Keras itself fails where it runs eagerly.
 @pytest.mark.parametrize("batches, options", [(3, {}), (2, {"run_eagerly": True})])
-def test_batches_of_fewer_rows_than_parts_train_as_in_keras(batches, options):
+def test_batches_smaller_than_the_micro_batch_count_match_keras(batches, options):
     """A mean over no rows is no number: that of an activity regularizer is one."""
 
     def trained(trainer_of):

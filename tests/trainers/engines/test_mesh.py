@@ -33,7 +33,7 @@ from tests.on_mesh import (
 
 
 @on_mesh
-def test_dropout_on_the_mesh():
+def test_dropout_on_a_mesh_depends_on_the_seed_only():
     start(sequence_parallel=True)
     one, two = (losses(trainer_of(network(dropout_rate=0.3)), steps=2) for _ in range(2))
     assert one == two, "the seed decides"
@@ -42,7 +42,7 @@ def test_dropout_on_the_mesh():
 
 
 @on_mesh
-def test_deep_networks_are_told_of_chunks_before_they_are_compiled():
+def test_deep_networks_warn_about_pipeline_chunks_before_compilation():
     start()
     model = network()
     with unittest.mock.patch.object(mesh, "MANY_BLOCKS", 2):  # one of each stack
@@ -56,7 +56,7 @@ def test_deep_networks_are_told_of_chunks_before_they_are_compiled():
 
 
 @on_mesh
-def test_mixed_precision_on_the_mesh():
+def test_mixed_precision_on_a_mesh():
     expected = losses(trainer_of(network(dtype="mixed_bfloat16")), steps=2)
     start()
     model = network(dtype="mixed_bfloat16")
@@ -65,7 +65,7 @@ def test_mixed_precision_on_the_mesh():
 
 
 @on_mesh
-def test_a_trainer_that_is_called_computes_as_predict_does():
+def test_calling_a_trainer_matches_predict():
     start()
     keras.config.set_dtype_policy("mixed_bfloat16")  # the trainer's, too: Keras casts around it
     try:
@@ -80,7 +80,7 @@ def test_a_trainer_that_is_called_computes_as_predict_does():
 
 
 @on_mesh
-def test_an_overflow_skips_the_step_on_every_device():
+def test_overflow_skips_the_step_on_every_device():
     start()
     model = network(dtype="mixed_float16")
     trainer = trainer_of(model)
@@ -106,7 +106,7 @@ def test_optimizers_clip_by_the_norms_of_unsharded_gradients():
 
 
 @on_mesh
-def test_micro_batches_on_the_mesh():
+def test_micro_batches_on_a_mesh():
     expected = losses_alone()
     start(micro_batch_num=2)
     trainer = trainer_of(network())
@@ -119,7 +119,7 @@ def test_micro_batches_on_the_mesh():
 
 
 @on_mesh
-def test_weights_are_excluded_from_decay_by_name_and_by_themselves():
+def test_weights_are_excluded_from_decay_by_name_or_variable():
     def after_a_step(excluded):
         model = network(decoder_layers=1)
         optimizer = keras.optimizers.SGD(0.5, weight_decay=0.9)
@@ -136,7 +136,7 @@ def test_weights_are_excluded_from_decay_by_name_and_by_themselves():
 
 @pytest.mark.long
 @on_mesh
-def test_recompute_on_the_mesh():
+def test_recompute_on_a_mesh_matches_its_communication_formula():
     options = {"dropout_rate": 0.1}
     start()
     expected = losses(trainer_of(network(**options)))
@@ -158,7 +158,7 @@ def test_recompute_on_the_mesh():
 
 @pytest.mark.long
 @on_mesh
-def test_updates_of_large_networks_are_compiled_on_every_device():
+def test_compiled_updates_of_large_networks_on_a_mesh():
     decay = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
     for optimizer in (
         lambda: keras.optimizers.AdamW(decay, weight_decay=0.1),
@@ -175,7 +175,7 @@ def test_updates_of_large_networks_are_compiled_on_every_device():
 
 
 @on_mesh
-def test_an_optimizer_that_needs_unsharded_weights_is_refused():
+def test_optimizers_that_need_unsharded_weights_raise_an_error():
     start()
     model = network()
     raises(ValueError, ["Lamb", "AdamW"], lambda: trainer_of(model, keras.optimizers.Lamb()))
@@ -183,7 +183,7 @@ def test_an_optimizer_that_needs_unsharded_weights_is_refused():
 
 
 @on_mesh
-def test_a_trainer_without_init_is_refused():
+def test_trainer_without_init_raises_an_error():
     dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig(model_parallel=4))
     raises(RuntimeError, ["dtransformer.init"], lambda: Trainer(network()))
     stop()
@@ -208,7 +208,7 @@ class Classifier(keras.Model):
 
 
 @on_mesh
-def test_plain_keras_layers_beside_ours():
+def test_plain_keras_layers_on_a_mesh():
     def run():
         keras.utils.set_random_seed(1)
         model = Classifier()
@@ -237,7 +237,7 @@ def test_plain_keras_layers_beside_ours():
 
 
 @on_mesh
-def test_rows_that_the_data_axis_does_not_divide():
+def test_batches_that_the_data_axis_does_not_divide():
     """Micro-batches that have none are among them."""
     trainer = trainer_of(network())
     expected = losses(trainer, rows=7) + losses(trainer, steps=1, rows=1)
@@ -252,7 +252,7 @@ def test_rows_that_the_data_axis_does_not_divide():
 
 
 @on_mesh
-def test_an_optimizer_that_was_built_for_full_weights_is_refused():
+def test_optimizer_built_for_unsharded_weights_raises_an_error():
     start()
     model = CausalLM(8, hidden_size=4, num_heads=2, num_layers=1)
     model.build()
