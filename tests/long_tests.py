@@ -250,12 +250,12 @@ LEFT = [
         OTHER_CASES,
     ),
     Left(
-        "trainers/test_expert_load.py::test_recompute_tells_the_same",
+        "trainers/test_expert_load.py::test_recompute_does_not_change_the_expert_load",
         "",
         "layers/test_recompute.py",
     ),
     Left(
-        "trainers/test_by_hand.py::TestTheSameInOtherWays::test_fit",
+        "trainers/test_by_hand.py::TestEquivalentRuns::test_fit",
         "steps_per_execution",
         OTHER_CASES,
     ),
@@ -317,7 +317,7 @@ LEFT = [
         "layouts with recompute of distributed/test_parity.py",
     ),
     Left(
-        "trainers/test_expert_load.py::test_micro_batches_tell_the_same_and_drop_the_same",
+        "trainers/test_expert_load.py::test_micro_batches_do_not_change_the_expert_load",
         "",
         "experts in micro-batches of distributed/test_parity.py",
     ),

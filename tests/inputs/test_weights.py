@@ -103,7 +103,7 @@ def network():
     return keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(3)])
 
 
-def trainer_of(model):
+def make_trainer(model):
     trainer = Trainer(model)
     trainer.compile("sgd", "mse")
     return trainer
@@ -116,7 +116,7 @@ def test_weights_stay_unchanged_after_an_error(path):
     tensors = {"dense/kernel": ("F32", [1, 3], [0, 12]), "dense/bias": ("F32", [3], [12, 24])}
     path.write_bytes(safetensors(tensors, numbers))
     assert "dense/bias has values that are not finite" in refusal(
-        trainer_of(model).load_weights, path
+        make_trainer(model).load_weights, path
     )
     for one, other in zip(before, model.get_weights()):
         np.testing.assert_array_equal(one, other)
@@ -188,10 +188,10 @@ def test_weights_in_a_keras_archive_are_checked(tmp_path):
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_trainer_loads_saved_weights_of_itself_or_its_network(tmp_path):
     model = network()
-    trainer_of(model).save(tmp_path / "trainer.keras")
+    make_trainer(model).save(tmp_path / "trainer.keras")
     model.save(tmp_path / "network.keras")
     for name in ("trainer", "network"):
-        other = trainer_of(network())
+        other = make_trainer(network())
         other.load_weights(tmp_path / f"{name}.keras")
         for own, loaded in zip(model.get_weights(), other.get_weights(), strict=True):
             np.testing.assert_array_equal(own, loaded)

@@ -121,14 +121,14 @@ class TestAgainstKeras:
         for actual, wanted in zip(*weights, strict=True):
             np.testing.assert_allclose(actual, wanted, TRAINING, atol=TRAINING)
 
-    def test_a_network_that_is_not_built_is_built_from_the_data(self):
+    def test_unbuilt_network_is_built_from_the_data(self):
         x, y = points()
         for data in ((x, y), (tf.data.Dataset.from_tensor_slices((x, y)).batch(8),)):
             network = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
             history = dense_trainer(network=network).fit(*data, verbose=0, epochs=2).history
             assert history["loss"][1] < history["loss"][0]
 
-    def test_data_that_keras_asks_batch_by_batch(self):
+    def test_pydatasets_and_generators_match_arrays(self):
         """A `PyDataset` or a generator trains a network that is built, or builds it."""
         x, y = points()
 
@@ -153,7 +153,7 @@ class TestAgainstKeras:
             unbuilt = dense_trainer(network=keras.Sequential([keras.layers.Dense(1)]))
             assert len(unbuilt.fit(data, epochs=2, verbose=0, **options).epoch) == 2
 
-    def test_one_batch_at_a_time(self):
+    def test_train_on_batch_matches_fit(self):
         x, y = points()
         trainer, by_fit = dense_trainer(), dense_trainer()
         parts = (slice(0, 8), slice(8, 16))
@@ -183,7 +183,7 @@ def classifier(kind):
         ("dict", {"b": ["accuracy"], "a": ["accuracy"]}, {"a": ["accuracy"]}),
     ],
 )
-def test_lists_and_names(kind, metrics, weighted):
+def test_returned_lists_and_metric_names_match_keras(kind, metrics, weighted):
     """What `evaluate` and the calls of one batch return, in Keras' order, and all names."""
     x, labels = points(num_classes=3)
     y = {"one": labels, "list": [labels, labels], "dict": {"a": labels, "b": labels}}[kind]
@@ -201,7 +201,7 @@ def test_lists_and_names(kind, metrics, weighted):
 
 
 @pytest.mark.parametrize("kind, given", [("list", "ab"), ("dict", "ab"), ("dict", "b")])
-def test_a_loss_of_one_of_two_outputs(kind, given):
+def test_loss_on_one_of_two_outputs_matches_keras(kind, given):
     """The other's weights stay as they are, which a warning says."""
     x, labels = points(num_classes=3)
     y = {name: labels if name == "b" else labels[::-1] for name in given}
@@ -235,7 +235,7 @@ class FarFromOne(keras.layers.Layer):
         return x
 
 
-def test_losses_that_layers_add_alone():
+def test_layer_losses_without_a_compiled_loss():
     """Without targets, and without a loss in `compile`."""
     x, found = points()[0], []
     for wrap in (Trainer, lambda network: network):
@@ -249,14 +249,14 @@ def test_losses_that_layers_add_alone():
     np.testing.assert_allclose(*map(np.concatenate, found), TRAINING)
 
 
-def test_no_loss_at_all_is_refused():
+def test_missing_loss_raises_an_error():
     trainer = Trainer(dense_network())
     trainer.compile("sgd", run_eagerly=True)
     with pytest.raises(ValueError, match="has no loss. Pass a loss to `compile`"):
         trainer.fit(*points(), verbose=0)
 
 
-def test_the_accuracy_is_in_lists_where_nothing_was_asked_for():
+def test_accuracy_is_returned_by_default():
     x, y = points(num_classes=4)
     for metrics, names in (
         (None, ["loss", "accuracy"]),
@@ -271,7 +271,7 @@ def test_the_accuracy_is_in_lists_where_nothing_was_asked_for():
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-def test_every_precision_compiled_or_not(policy, jit_compile):
+def test_every_precision_trains_with_and_without_xla(policy, jit_compile):
     keras.utils.set_random_seed(0)
     x, y = points()
     with dtype_policy(policy):
@@ -283,7 +283,7 @@ def test_every_precision_compiled_or_not(policy, jit_compile):
     assert np.isfinite(history["gradient_norm"][-1])  # float16 may skip the first steps
 
 
-def test_an_overflow_in_float16_skips_the_step():
+def test_float16_overflow_skips_the_step():
     """The scale is halved, no weight changes, and training goes on."""
     x, y = points(24)
     x[8:16] *= 1e5  # beyond float16
@@ -303,7 +303,7 @@ def test_an_overflow_in_float16_skips_the_step():
 
 
 @pytest.mark.parametrize("policy, scale", [("mixed_float16", 2.0**24), ("float32", 1e30)])
-def test_the_loss_of_a_step_that_is_skipped_is_the_loss(policy, scale):
+def test_skipped_steps_count_in_the_mean_loss(policy, scale):
     """The logs count skipped steps apart; a scale whose squares overflow skips none in float32."""
     x, y = points()
     found = []

@@ -87,13 +87,13 @@ def run():
 
 
 class TestByHand:
-    def test_every_step(self, by_hand, run):
+    def test_every_step_matches_numpy(self, by_hand, run):
         _, expected = by_hand
         _, record, _ = run
         for name in ("step_loss", "gradient_norm"):
             np.testing.assert_allclose(record[name], expected[name], TRAINING, err_msg=name)
 
-    def test_an_epoch_is_the_mean_over_its_tokens(self, by_hand, run):
+    def test_epoch_logs_are_means_over_tokens(self, by_hand, run):
         _, expected = by_hand
         _, record, history = run
         for name in ("loss", "accuracy"):
@@ -102,12 +102,12 @@ class TestByHand:
             assert record[name][2] == pytest.approx(history[name][0])
         assert record["loss"][0] == pytest.approx(record["step_loss"][0])
 
-    def test_the_weights(self, by_hand, run):
+    def test_weights_match_plain_gradient_descent(self, by_hand, run):
         network, _ = by_hand
         trainer, _, _ = run
         assert_all_close(weights_of(trainer.network), weights_of(network), TRAINING)
 
-    def test_evaluate_and_predict(self, by_hand, run):
+    def test_evaluate_and_predict_match_numpy(self, by_hand, run):
         network, _ = by_hand
         trainer, _, history = run
         inputs, labels = sentences(seed=1)
@@ -120,7 +120,7 @@ class TestByHand:
         predicted = trainer.predict(inputs, batch_size=5, verbose=0)
         assert_all_close({"logits": predicted}, {"logits": logits}, TRAINING)
 
-    def test_sample_weights_weigh_tokens(self, by_hand, run):
+    def test_sample_weights_per_token(self, by_hand, run):
         network, _ = by_hand
         inputs, labels = sentences(seed=1)
         weights = np.linspace(0.0, 2.0, labels.size).reshape(labels.shape).astype("float32")
@@ -129,7 +129,7 @@ class TestByHand:
         found = run[0].evaluate(data, verbose=0, return_dict=True)
         assert found == pytest.approx({"loss": loss / count, "accuracy": right / count}, TRAINING)
 
-    def test_sample_weights_weigh_sentences(self, by_hand, run):
+    def test_sample_weights_per_row(self, by_hand, run):
         """As Keras has them: one for each row."""
         network, _ = by_hand
         inputs, labels = sentences(seed=1)
@@ -140,7 +140,7 @@ class TestByHand:
         found = trainer.evaluate(inputs, labels, return_dict=True, **options)
         assert found == pytest.approx({"loss": loss / count, "accuracy": right / count}, TRAINING)
 
-    def test_what_is_logged(self, run):
+    def test_logged_names_and_values(self, run):
         trainer, record, history = run
         step = {"loss", "accuracy", "step_loss", "gradient_norm", "learning_rate"}
         step |= {"tokens_per_second"}
@@ -158,7 +158,7 @@ class TestByHand:
         assert all(0 < logs["input_wait"] < 1 for logs in record.logs[1:])
         assert int(trainer.optimizer.iterations) == 6
 
-    def test_a_saved_file_holds_the_network(self, run, tmp_path):
+    def test_saved_weights_restore_the_network(self, run, tmp_path):
         trainer, _, _ = run
         inputs, labels = sentences(seed=1)
         expected = trainer.evaluate(inputs, labels, verbose=0, return_dict=True)
@@ -174,7 +174,7 @@ class TestByHand:
         for name, value in weights_of(trainer.network).items():
             np.testing.assert_array_equal(weights_of(network)[name], value, name)
 
-    def test_summary_tells_what_a_rank_holds(self, run):
+    def test_summary_shows_the_parameters_of_each_device(self, run):
         trainer, _, _ = run
         lines = []
         trainer.summary(print_fn=lambda line, **_: lines.append(line))
@@ -197,7 +197,7 @@ class Batches:
         return dataset()
 
 
-class TestTheSameInOtherWays:
+class TestEquivalentRuns:
     """However the data comes and the step is run, losses and weights are the same."""
 
     @pytest.mark.parametrize(

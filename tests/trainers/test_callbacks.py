@@ -49,7 +49,7 @@ def read(path):
 
 
 class TestLossMonitor:
-    def test_prints_the_samples_lines(self, model, capsys):
+    def test_prints_every_nth_step(self, model, capsys):
         fit(model, LossMonitor(every=4), epochs=2)
         lines = capsys.readouterr().out.splitlines()
         pattern = r"epoch: (\d+) step: (\d+), loss is \d+\.\d{4}"
@@ -69,7 +69,7 @@ class TestLossMonitor:
             "epoch: 1 step: 2, loss is nan",
         ]
 
-    def test_several_steps_a_call(self, model, capsys):
+    def test_steps_per_execution_prints_the_last_step_of_a_call(self, model, capsys):
         model.compile("sgd", "mse", steps_per_execution=3)
         fit(model, LossMonitor(every=2))
         lines = capsys.readouterr().out.splitlines()
@@ -77,7 +77,7 @@ class TestLossMonitor:
 
 
 class TestMetricsFile:
-    def test_a_line_for_every_nth_step_and_every_epoch(self, model, tmp_path):
+    def test_writes_every_nth_step_and_every_epoch(self, model, tmp_path):
         path = tmp_path / "new" / "metrics.jsonl"
         x = np.ones((2, 2), np.float32)
         data = (x, x[:, :1])
@@ -97,7 +97,7 @@ class TestMetricsFile:
         for name in ("loss", "val_loss"):
             assert [r[name] for r in epochs] == history[name]
 
-    def test_every_line_is_there_at_once(self, model, tmp_path):
+    def test_lines_are_written_immediately(self, model, tmp_path):
         path, seen = tmp_path / "metrics.jsonl", []
         count = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: seen.append(len(read(path)))
@@ -105,7 +105,7 @@ class TestMetricsFile:
         fit(model, MetricsFile(path), count)
         assert seen == list(range(1, STEPS + 1))
 
-    def test_a_resumed_run_appends_and_goes_on_counting(self, model, tmp_path):
+    def test_resumed_run_appends_and_continues_the_step_count(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         fit(model, MetricsFile(path))
         fit(model, MetricsFile(path), epochs=2, initial_epoch=1)
@@ -113,7 +113,7 @@ class TestMetricsFile:
         assert [r["step"] for r in steps] == list(range(1, 2 * STEPS + 1))
         assert [r["epoch"] for r in steps] == [1] * STEPS + [2] * STEPS
 
-    def test_a_line_cut_by_a_kill_is_removed(self, model, tmp_path):
+    def test_incomplete_last_line_is_removed(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         path.write_text('{"kind": "step", "step": 1}\n{"kind": "st')
         fit(model, MetricsFile(path, every=STEPS))
@@ -123,7 +123,7 @@ class TestMetricsFile:
             ("epoch", STEPS),
         ]
 
-    def test_values_that_json_lacks(self, model, tmp_path):
+    def test_nonfinite_values_are_written_as_strings(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         metrics = MetricsFile(path)
         metrics.set_model(model)
@@ -144,7 +144,7 @@ class TestMetricsFile:
         assert [record[name] for name in "abcde"] == ["NaN", "Infinity", "-Infinity", 3.0, 0.5]
         assert math.isnan(float(record["a"])) and float(record["c"]) == -math.inf
 
-    def test_sees_what_earlier_callbacks_log(self, model, tmp_path):
+    def test_writes_the_logs_of_earlier_callbacks(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
         fit(model, bleu, MetricsFile(path, every=100))
@@ -153,7 +153,7 @@ class TestMetricsFile:
 
 
 class TestSacreBleu:
-    def test_scores_and_tells_how(self, model, capsys):
+    def test_prints_the_score_and_the_signature(self, model, capsys):
         given = []
 
         def translate(sentences):
@@ -186,7 +186,7 @@ class TestSacreBleu:
         fit(model, SacreBleu(SOURCES, REFERENCES, translate, every=2), epochs=5)
         assert scored == [2, 4]
 
-    def test_early_stopping_and_checkpoints_follow_it(self, model, tmp_path):
+    def test_early_stopping_and_checkpoints_can_monitor_bleu(self, model, tmp_path):
         outputs = iter([REFERENCES, ["", ""], ["", ""], ["", ""]])
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: next(outputs))
         stop = keras.callbacks.EarlyStopping("val_bleu", mode="max", patience=2)
@@ -210,18 +210,18 @@ class TestSacreBleu:
             ([], [], ("0", "0")),
         ],
     )
-    def test_lists_that_do_not_fit(self, sources, references, numbers):
+    def test_lists_of_different_lengths_raise_errors(self, sources, references, numbers):
         with pytest.raises(ValueError) as error:
             SacreBleu(sources, references, lambda sentences: sentences)
         assert all(number in str(error.value) for number in numbers)
 
-    def test_a_translation_too_few(self, model):
+    def test_missing_translation_raises_an_error(self, model):
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: sentences[:1])
         with pytest.raises(ValueError, match="received 2 sentences and returned 1"):
             fit(model, bleu)
 
 
-def test_other_ranks_are_silent_and_still_have_the_score(model, another_rank, tmp_path, capsys):
+def test_other_ranks_print_nothing_but_log_the_score(model, another_rank, tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
     history = fit(model, LossMonitor(), bleu, MetricsFile(path)).history
@@ -231,7 +231,7 @@ def test_other_ranks_are_silent_and_still_have_the_score(model, another_rank, tm
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
-def test_every_is_a_positive_integer(every, tmp_path):
+def test_every_must_be_a_positive_integer(every, tmp_path):
     for make in (
         lambda: LossMonitor(every=every),
         lambda: MetricsFile(tmp_path / "metrics.jsonl", every=every),

@@ -72,14 +72,14 @@ KINDS = ["arrays", "dataset", "PyDataset", "batch"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", SPARSE)
-def test_token_labels_are_refused(loss, kind):
+def test_class_weights_for_token_labels_raise_an_error(loss, kind):
     with pytest.raises(ValueError, match=r"`class_weight` weights rows, .* of shape \(\w+, 4\)"):
         fit(compiled(loss, True), X, TOKEN_LABELS, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["rows", "rows of one", "one-hot"])
-def test_labels_of_rows_have_the_weights_of_keras(shape, kind):
+def test_class_weights_for_row_labels_match_keras(shape, kind):
     y = {
         "rows": ROW_LABELS,
         "rows of one": ROW_LABELS[:, None],
@@ -95,7 +95,7 @@ def test_labels_of_rows_have_the_weights_of_keras(shape, kind):
     np.testing.assert_allclose(found, np.mean(-weights * np.log(probabilities)), rtol=TRAINING)
 
 
-def test_one_hot_token_labels_are_weighted_or_refused_as_by_keras():
+def test_class_weights_for_one_hot_token_labels_match_keras():
     """Keras weights each token of a dataset; of arrays it raises an error."""
     y = np.eye(3, dtype="float32")[TOKEN_LABELS]
     losses = []
@@ -106,7 +106,7 @@ def test_one_hot_token_labels_are_weighted_or_refused_as_by_keras():
     np.testing.assert_allclose(*losses, rtol=TRAINING)
 
 
-def test_the_hint_of_the_error_weights_each_token():
+def test_suggested_sample_weights_apply_to_each_token():
     weights = np.array([WEIGHTS[i] for i in range(3)], "float32")[TOKEN_LABELS]
     model = compiled(CrossEntropyLoss, True)
     logs = model.train_on_batch(X, TOKEN_LABELS, sample_weight=weights, return_dict=True)

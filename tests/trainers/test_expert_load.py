@@ -22,7 +22,7 @@ def trained(moe_config, epochs=1):
     return trainer
 
 
-def test_the_load_is_that_of_the_last_epoch(tmp_path):
+def test_expert_load_covers_the_last_epoch(tmp_path):
     trainer = trained({"capacity_factor": 0.5, "expert_group_size": TOKENS}, epochs=2)
     report, history = trainer.expert_load(), trainer.history.history
     assert [one.layer.split("/")[-2] for one in report.layers] == ["block_0", "block_1"]
@@ -39,7 +39,7 @@ def test_the_load_is_that_of_the_last_epoch(tmp_path):
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_recompute_tells_the_same():
+def test_recompute_does_not_change_the_expert_load():
     loads = []
     for recompute in (False, True):
         with parallel_config(recompute=recompute):
@@ -47,7 +47,7 @@ def test_recompute_tells_the_same():
     assert loads[0] == loads[1]
 
 
-def test_micro_batches_tell_the_same_and_drop_the_same():
+def test_micro_batches_do_not_change_the_expert_load():
     loads = []
     for number in (1, 2):
         with parallel_config(micro_batch_num=number):
@@ -57,6 +57,6 @@ def test_micro_batches_tell_the_same_and_drop_the_same():
         np.testing.assert_allclose(one.entropy, other.entropy, rtol=1e-5)
 
 
-def test_without_experts_there_is_no_load():
+def test_expert_load_without_experts_raises_an_error():
     with pytest.raises(ValueError, match="no expert load"):
         trained(None).expert_load()

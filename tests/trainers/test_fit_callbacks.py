@@ -37,7 +37,7 @@ class TestCallbacks:
         history = trainer.fit(*points(), validation_data=points(seed=1), **options)
         return trainer, record, history
 
-    def test_an_interrupted_fit_goes_on_where_it_was(self, tmp_path):
+    def test_interrupted_fit_resumes_with_the_optimizer_state(self, tmp_path):
         """With the optimizer's state: its moments, and the step of its schedule."""
 
         def trainer():
@@ -56,7 +56,7 @@ class TestCallbacks:
         assert int(resumed.optimizer.iterations) == 12
 
     @pytest.mark.parametrize("is_first", [False, True])
-    def test_states_of_keras_callbacks_go_on(self, is_first, tmp_path):
+    def test_states_of_keras_callbacks_are_restored(self, is_first, tmp_path):
         """Wherever the checkpoint's callback stands among them."""
 
         def callbacks(*saving):
@@ -77,7 +77,7 @@ class TestCallbacks:
         for weight, expected in zip(trainer.get_weights(), whole.get_weights()):
             np.testing.assert_allclose(weight, expected, TRAINING)
 
-    def test_keras_backup_is_refused(self, tmp_path):
+    def test_keras_backup_and_restore_raises_an_error(self, tmp_path):
         """It would go on without the optimizer's state."""
         with pytest.raises(InputError, match=r"ModelCheckpoint\(folder\) and fit\(resume=True\)"):
             self.fit(keras.callbacks.BackupAndRestore(tmp_path / "backup"))
@@ -114,7 +114,7 @@ class TestCallbacks:
             found = trainer.evaluate(*points(seed=1), verbose=0, return_dict=True)
             assert found["loss"] == pytest.approx(expected, TRAINING)
 
-    def test_learning_rates(self):
+    def test_logged_learning_rate_is_the_rate_of_the_step(self):
         """The rate that a step is made with is the one in its logs."""
         schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 12)
         _, record, _ = self.fit(trainer=dense_trainer(keras.optimizers.SGD(schedule)))

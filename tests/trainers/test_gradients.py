@@ -33,7 +33,7 @@ def test_buckets(ids, num_buckets, expected):
 
 @pytest.mark.parametrize("num_buckets", range(1, 9))
 @pytest.mark.parametrize("number", [1, 7, 8, 100])
-def test_every_gradient_is_in_one_bucket(number, num_buckets):
+def test_each_gradient_belongs_to_one_bucket(number, num_buckets):
     rng = np.random.default_rng(number)
     asked = [None, *range(5)]
     for ids in ([None] * number, [asked[i] for i in rng.integers(0, 6, number)]):
@@ -44,7 +44,7 @@ def test_every_gradient_is_in_one_bucket(number, num_buckets):
             assert len(found) <= num_buckets
 
 
-def test_square_norms_are_those_of_every_gradient():
+def test_square_norm_matches_numpy():
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape) for shape in ((3, 4), (5,), (2, 2, 2), ())]
     for array in arrays:
@@ -54,12 +54,12 @@ def test_square_norms_are_those_of_every_gradient():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_norm_of_16_bit_gradients_does_not_overflow(dtype):
+def test_norm_of_16_bit_gradients_does_not_overflow(dtype):
     square = square_norm(tf.fill([100], tf.constant(1000.0, dtype)))
     assert float(square) == pytest.approx(1e8, rel=2e-2)
 
 
-def test_alone_nothing_is_reduced():
+def test_one_process_reduces_nothing():
     sums = {"loss": tf.constant(2.0), "count": tf.constant(3.0)}
     assert reduce_sum(sums, name="sums") == sums
 
@@ -90,5 +90,5 @@ def test_hits(logits, labels, expected, label_type, dtype):
         (np.zeros((2, 3, 4)), np.zeros((2,), "int32")),
     ],
 )
-def test_no_hits_where_there_are_no_classes(outputs, labels):
+def test_hits_are_none_without_class_labels(outputs, labels):
     assert hits(tf.constant(outputs), tf.constant(labels)) is None

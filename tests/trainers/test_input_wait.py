@@ -25,7 +25,7 @@ class Batches(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
-def test_slow_data_is_seen(seconds):
+def test_input_wait_shows_slow_data(seconds):
     trainer = Trainer(keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)]))
     trainer.compile("sgd", "mse")
     history = trainer.fit(Batches(seconds), verbose=0)

@@ -43,7 +43,7 @@ def test_micro_batches():
     assert_as_in_keras(found, expected, TRAINING)
 
 
-def test_our_loss_sees_masks():
+def test_cross_entropy_loss_applies_masks():
     options = {"loss": CrossEntropyLoss(), "metrics": ["accuracy"], "epochs": 1}
     options["batch_size"] = stateful.ROWS  # the mean of several batches is by their tokens
     expected = numbers(network(), **options)
@@ -51,7 +51,7 @@ def test_our_loss_sees_masks():
         assert_as_in_keras(numbers(Trainer(network()), **options), expected, TRAINING)
 
 
-def test_a_norm_of_the_spectrum_in_micro_batches():
+def test_spectral_normalization_in_micro_batches():
     make = lambda: network(norm_of_the_spectrum)
     expected = numbers(make(), epochs=1)
     with parallel_config(micro_batch_num=2):
@@ -85,7 +85,7 @@ def test_large_counts_and_flags_in_micro_batches():
 
 
 @on_mesh
-def test_a_mask_at_a_chunks_border_of_data_with_an_open_dimension():
+def test_masks_cross_chunks_with_an_unknown_batch_size():
     data = tf.data.Dataset.from_tensor_slices((stateful.IDS, stateful.TAGS)).batch(8)
     losses = []
     for make, fields in ((lambda x: x, {}), (Trainer, CHUNKS)):
@@ -113,7 +113,7 @@ class Recomputed(TransformerEncoderLayer):
         return x
 
 
-def test_a_block_that_is_recomputed():
+def test_states_in_a_recomputed_block_are_set_once():
     keras.backend.clear_session()
     block = Recomputed(6, 2, 8, hidden_dropout_rate=0.0, attention_dropout_rate=0.0)
     history = numbers(Trainer(network(lambda: [block])), epochs=1)["history"]
@@ -154,7 +154,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_what_parts_of_a_batch_do_not_add_up_to_is_named_once(kind):
+def test_warns_once_about_values_that_micro_batches_change(kind):
     inner, loss, name = NAMED[kind]
     make = lambda: network(inner)
     with parallel_config(micro_batch_num=2), warnings.catch_warnings(record=True) as told:
@@ -169,7 +169,7 @@ def test_what_parts_of_a_batch_do_not_add_up_to_is_named_once(kind):
         assert len(set(told)) == len(told)
 
 
-def test_nothing_is_told_where_a_step_is_computed_at_once():
+def test_no_warning_without_micro_batches():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*differ from Keras'")
         numbers(Trainer(network(lambda: [Adds(2)])), epochs=1)
@@ -190,7 +190,7 @@ class Greatest(keras.metrics.Metric):
 
 
 @on_mesh
-def test_a_metric_of_a_layer_that_no_device_can_share_is_named():
+def test_layer_metric_that_devices_cannot_share_raises_an_error():
     class Owner(keras.layers.Layer):
         def __init__(self):
             super().__init__(name="owner")

@@ -100,7 +100,7 @@ class TestEverySchedule:
             ("warmup_steps", False),
         ],
     )
-    def test_wrong_argument_is_named(self, name, arguments, formula, argument, value):
+    def test_invalid_argument_is_named(self, name, arguments, formula, argument, value):
         arguments = {"peak_learning_rate": PEAK, **arguments, argument: value}
         with pytest.raises(ValueError) as error:
             lr_schedules.get(name, **arguments)
@@ -119,14 +119,14 @@ class TestEverySchedule:
         ("final_learning_rate", 2 * PEAK),
     ],
 )
-def test_wrong_end_of_a_decay_is_named(name, argument, value):
+def test_invalid_decay_is_named(name, argument, value):
     with pytest.raises(ValueError) as error:
         lr_schedules.get(name, peak_learning_rate=PEAK, **{**DECAY, argument: value})
     assert argument in str(error.value) and repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["liner", "", None, 3])
-def test_an_unknown_name_is_answered_with_what_is_like_it_or_what_exists(name):
+def test_unknown_name_suggests_similar_or_all_names(name):
     with pytest.raises(ValueError) as error:
         lr_schedules.get(name, peak_learning_rate=PEAK)
     for known in (

@@ -111,7 +111,7 @@ def container(metric):
 
 
 @pytest.mark.parametrize("kind, options, labels, outputs", all_metrics())
-def test_two_ranks_compute_the_value_of_one(monkeypatch, kind, options, labels, outputs):
+def test_two_ranks_match_one_rank(monkeypatch, kind, options, labels, outputs):
     expected = kind(**options)
     halves = [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)]
     for half in halves:  # two steps
@@ -132,7 +132,7 @@ def test_two_ranks_compute_the_value_of_one(monkeypatch, kind, options, labels, 
         np.testing.assert_allclose(result, np.asarray(expected.result()), rtol=2e-6, atol=1e-7)
 
 
-def test_a_metric_that_needs_weights_is_built(monkeypatch):
+def test_metric_that_needs_sample_weights_is_built(monkeypatch):
     class Weighted(keras.metrics.Sum):
         def update_state(self, labels, outputs, sample_weight=None):
             super().update_state(keras.ops.convert_to_tensor(sample_weight))

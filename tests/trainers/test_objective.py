@@ -70,7 +70,7 @@ def assert_same(found, expected, names=None):
 
 @pytest.mark.parametrize("masks, weights", [(False, None), (True, WEIGHT)], ids=["", "weighted"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_history_and_weights_are_those_of_keras(name, masks, weights):
+def test_history_and_weights_match_keras(name, masks, weights):
     make, labels = LOSSES[name]
     found = fit(Trainer(network(masks)), make(), labels, weights)
     assert_same(found, fit(network(masks), make(), labels, weights))
@@ -79,7 +79,7 @@ def test_history_and_weights_are_those_of_keras(name, masks, weights):
 @pytest.mark.parametrize("weights", [None, WEIGHT], ids=["", "weights"])
 @pytest.mark.parametrize("masks", [False, True], ids=["", "mask"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_shares_add_up(name, masks, weights):
+def test_losses_of_micro_batches_sum_to_the_batch_loss(name, masks, weights):
     """Of parts of a batch, of several sizes, the losses' shares are the batch's loss."""
     make, labels = LOSSES[name]
     model = keras.Sequential([keras.layers.Identity()])
@@ -106,7 +106,7 @@ def test_shares_add_up(name, masks, weights):
     assert float(loss) == pytest.approx(float(expected), TRAINING)
 
 
-def test_a_loss_that_keras_chooses_by_the_outputs_shape():
+def test_crossentropy_by_name_matches_keras():
     found = [
         fit(make(network(activation="softmax")), "crossentropy", CLASS, None)
         for make in (Trainer, lambda network: network)
@@ -128,7 +128,7 @@ class TestSeveralOutputs:
         "weights, loss_weights",
         [(None, None), ({"tag": WEIGHT, "value": WEIGHT[:, :1]}, {"tag": 1.0, "value": 0.3})],
     )
-    def test_history_and_weights_are_those_of_keras(self, weights, loss_weights):
+    def test_history_and_weights_match_keras(self, weights, loss_weights):
         found = [
             fit(
                 make(self.network()),
@@ -146,7 +146,7 @@ class TestSeveralOutputs:
         assert own < set(found[0][0])
         assert_same(*found, names=set(found[1][0]) - own)
 
-    def test_one_loss_for_all(self):
+    def test_one_loss_for_all_outputs(self):
         inputs = keras.Input((WIDTH, 3))
         two = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
         weights = two.get_weights()
@@ -158,13 +158,13 @@ class TestSeveralOutputs:
 
 
 @pytest.mark.parametrize("reduction", ["none", None])
-def test_reductions_that_give_no_scalar_are_refused(reduction):
+def test_reductions_without_a_scalar_raise_an_error(reduction):
     loss = keras.losses.MeanSquaredError(reduction=reduction, name="the_loss")
     with pytest.raises(ValueError, match=f"the_loss.*{reduction}.*sum_over_batch_size"):
         Objective(loss)
 
 
-def test_a_loss_that_is_no_sum_of_parts_is_refused():
+def test_loss_that_overrides_call_raises_an_error():
     class Own(keras.losses.Loss):
         def __call__(self, y_true, y_pred, sample_weight=None):
             return 0.0
@@ -182,7 +182,7 @@ def test_16_bit_outputs_are_compared_in_float32(dtype):
     assert float(objective.sums(outputs, labels, None, counts, True)["loss"]) == 1e6
 
 
-def test_tokens_count_once_a_batch():
+def test_counts_of_tokens_and_rows():
     """The mean over an epoch of a loss of tokens is over its tokens."""
     objective = Objective(CrossEntropyLoss(ignore_id=0))
     assert objective.is_token_loss and not Objective("mse").is_token_loss

@@ -113,14 +113,14 @@ def weights_of_keras(name):
         ),
     ],
 )
-def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
+def test_weights_after_training_match_keras(name, jit_compile, monkeypatch):
     monkeypatch.setattr(grouped_update, "_MAX_ELEMENTS", 80)
     _, found = trained(OPTIMIZERS[name](), wrap=True, jit_compile=jit_compile)
     for own, other in zip(found, weights_of_keras(name), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
-def test_averages_are_there_when_they_are_asked_for():
+def test_averaged_weights_match_the_ema_formula():
     """With groups of weights, which others of Keras' averages would not be updated beside."""
     network = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
     network.layers[0].kernel.update_group = UpdateGroup(0.5)
@@ -154,13 +154,13 @@ def test_averages_are_there_when_they_are_asked_for():
         ("aaaaa", 9, [[0], [1], [2], [3], [4]]),
     ],
 )
-def test_calls(keys, most, expected):
+def test_grouped_calls(keys, most, expected):
     calls = grouped_calls(keys, [1] * len(keys), most)
     assert calls == expected
     assert sorted(i for call in calls for i in call) == list(range(len(keys)))
 
 
-def test_a_weight_that_its_gradient_overwrites_is_refused():
+def test_weights_overwritten_with_gradients_raise_an_error():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
     model.weights[0].overwrite_with_gradient = True
     trainer = Trainer(model)
@@ -169,7 +169,7 @@ def test_a_weight_that_its_gradient_overwrites_is_refused():
         trainer.fit(X, Y, verbose=0)
 
 
-def test_settings_that_change_between_fits_hold():
+def test_settings_changed_between_fits_apply():
     def weights(wrap):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
@@ -188,14 +188,14 @@ def test_settings_that_change_between_fits_hold():
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
-def test_several_optimizers_are_refused():
+def test_multi_optimizer_raises_an_error():
     trainer = Trainer(keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]))
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
     with pytest.raises(ValueError, match="does not support MultiOptimizer"):
         trainer.compile(several, "mse")
 
 
-def test_an_optimizer_of_other_weights_is_refused():
+def test_optimizer_built_for_another_network_raises_an_error():
     networks = [keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]) for _ in range(2)]
     optimizer = keras.optimizers.SGD()
     optimizer.build(networks[1].trainable_variables)
@@ -205,7 +205,7 @@ def test_an_optimizer_of_other_weights_is_refused():
         trainer.fit(np.ones((2, 8)), np.ones((2, 2)), verbose=0)
 
 
-def test_sparse_inputs_are_trained_with():
+def test_sparse_inputs_train():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,), sparse=True), keras.layers.Dense(2)])
     trainer = Trainer(model)
@@ -214,7 +214,7 @@ def test_sparse_inputs_are_trained_with():
     assert np.isfinite(logs["loss"]).all()
 
 
-def test_weights_of_our_layers_are_excluded_from_decay_by_their_names():
+def test_biases_are_excluded_from_weight_decay_by_name():
     network = CausalLM(20, hidden_size=8, num_heads=2, num_layers=1, max_length=4)
     network.build()
     optimizer = without_biases(keras.optimizers.AdamW(0.01, weight_decay=0.1))

@@ -55,7 +55,7 @@ class Count(keras.callbacks.Callback):
 
 @pytest.mark.filterwarnings("ignore:The loss of step")
 @pytest.mark.parametrize("log_every, steps", [(1, MAX_SKIPPED), (7, 55)])
-def test_fifty_skipped_steps_end_the_training_and_name_the_layer(log_every, steps):
+def test_fifty_skipped_steps_raise_an_error_that_names_the_layer(log_every, steps):
     count = Count()
     words = f"last {steps} steps were skipped.*/second'.*mixed_bfloat16"
     with pytest.raises(ValueError, match=words):
@@ -66,7 +66,7 @@ def test_fifty_skipped_steps_end_the_training_and_name_the_layer(log_every, step
 
 
 @pytest.mark.filterwarnings("ignore:The loss of step")
-def test_calls_of_train_on_batch_are_counted_too():
+def test_skipped_train_on_batch_calls_are_counted():
     made = trainer(6e4)
     for _ in range(MAX_SKIPPED - 1):
         logs = made.train_on_batch(X, Y, return_dict=True)
@@ -75,7 +75,7 @@ def test_calls_of_train_on_batch_are_counted_too():
         made.train_on_batch(X, Y)
 
 
-def test_a_gradient_that_overflows_behind_finite_outputs():
+def test_overflowing_gradient_with_finite_outputs_raises_an_error():
     @tf.custom_gradient
     def overflows(x):
         return x, lambda gradient: gradient * np.inf
@@ -87,7 +87,7 @@ def test_a_gradient_that_overflows_behind_finite_outputs():
         fit(dense_trainer(network=model))
 
 
-def test_a_scale_that_is_found_after_many_steps_is_no_error():
+def test_repeated_overflows_with_progress_raise_no_error():
     optimizer = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(1e-4), initial_scale=2.0**55, dynamic_growth_steps=10
     )
@@ -95,7 +95,7 @@ def test_a_scale_that_is_found_after_many_steps_is_no_error():
     assert 35 < history["skipped_steps"][-1] and history["loss"][-1] < history["loss"][0]
 
 
-def test_a_layer_of_a_transformer_is_named():
+def test_overflowing_transformer_layer_is_named():
     model = CausalLM(20, hidden_size=8, num_heads=2, num_layers=2, dtype="mixed_float16")
     model.build()
     kernel = next(v for v in model.trainable_variables if "ffn" in v.path or "feed" in v.path)
@@ -111,7 +111,7 @@ def test_a_layer_of_a_transformer_is_named():
 
 @pytest.mark.parametrize("value, expected", [(np.inf, "inf"), (np.nan, "nan")])
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_a_loss_that_is_no_number_is_told_once(value, expected, is_scaled, recwarn):
+def test_nonfinite_loss_warns_once(value, expected, is_scaled, recwarn):
     made = trainer(1.0) if is_scaled else dense_trainer()
     x, _ = points(8)
     for _ in range(2):

@@ -34,7 +34,7 @@ def orders(trainer=None, **options):
     return seen.epochs
 
 
-def test_every_epoch_and_every_fit_has_another_order_of_all_rows():
+def test_every_epoch_and_fit_has_a_different_order():
     trainer = dense_trainer()
     epochs = [*orders(trainer), *orders(trainer)]
     assert len({str(epoch) for epoch in epochs}) == 6
@@ -42,7 +42,7 @@ def test_every_epoch_and_every_fit_has_another_order_of_all_rows():
         assert sorted(row for batch in epoch for row in batch) == list(range(ROWS))
 
 
-def test_the_order_does_not_depend_on_the_process():
+def test_order_does_not_depend_on_the_process():
     expected = orders()
     keras.utils.set_random_seed(5)
     assert orders() == expected
@@ -56,7 +56,7 @@ def test_rows_are_shuffled_within_batches():
         assert [sorted(batch) for batch in epoch] != epoch
 
 
-def test_sparse_arrays_are_shuffled_as_others():
+def test_sparse_arrays_are_shuffled_like_dense_ones():
     x, y = points(ROWS)
     expected = dense_trainer().fit(x, y, 4, verbose=0).history["loss"]
     found = dense_trainer(network=_of_sparse()).fit(tf.sparse.from_dense(x), y, 4, verbose=0)
@@ -72,7 +72,7 @@ def _of_sparse():
     return keras.Sequential([keras.Input((3,), sparse=True), *layers])
 
 
-def test_a_resumed_epoch_has_the_order_of_the_uninterrupted_run(tmp_path):
+def test_resumed_epoch_keeps_the_order(tmp_path):
     x, y = points(ROWS)
     options = {"batch_size": 4, "verbose": 0}
     expected = dense_trainer().fit(x, y, epochs=4, **options).history["loss"]

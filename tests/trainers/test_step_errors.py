@@ -48,7 +48,7 @@ def test_labels_out_of_range(method, label, words):
         getattr(language_model(), method)(IDS, with_one(label))
 
 
-def test_labels_out_of_range_of_a_network_whose_vocabulary_is_not_known():
+def test_labels_out_of_range_without_a_known_vocabulary():
     inputs = keras.Input((6,), dtype="int32")
     trainer = Trainer(keras.Sequential([inputs, keras.layers.Embedding(12, 12)]))
     trainer.compile("sgd", CrossEntropyLoss())
@@ -62,7 +62,7 @@ def test_labels_out_of_range_of_a_network_whose_vocabulary_is_not_known():
         fit(trainer, y=with_one(12))
 
 
-def test_what_reads_the_data_refuses_them():
+def test_errors_of_data_readers_are_raised_unchanged():
     def read():
         raise InputError("x/shard.npy is damaged: copy it again")
 
@@ -72,7 +72,7 @@ def test_what_reads_the_data_refuses_them():
         language_model(CrossEntropyLoss()).fit(data, verbose=0)
 
 
-def test_labels_that_are_ignored_may_be_out_of_range():
+def test_ignored_labels_may_be_out_of_range():
     ignored = language_model(CrossEntropyLoss(ignore_id=-100))
     assert np.isfinite(fit(ignored, y=with_one(-100))).all()
     with pytest.raises(
@@ -81,7 +81,7 @@ def test_labels_that_are_ignored_may_be_out_of_range():
         fit(ignored, y=with_one(-1))
 
 
-def test_labels_that_are_no_integers():
+def test_float_labels_raise_an_error():
     with pytest.raises(
         ValueError, match="needs integer class ids, but the labels have the dtype float32"
     ):
@@ -89,7 +89,7 @@ def test_labels_that_are_no_integers():
 
 
 @pytest.mark.parametrize("elements", [(IDS, IDS), (IDS.astype("float32"), IDS[:, 0])])
-def test_a_dataset_without_batches(elements):
+def test_unbatched_dataset_raises_an_error(elements):
     network = CausalLM(12, hidden_size=8, num_heads=2, num_layers=1)
     if elements[0].dtype == "float32":
         network = keras.Sequential([keras.Input(IDS.shape[1:]), keras.layers.Dense(1)])
@@ -99,7 +99,7 @@ def test_a_dataset_without_batches(elements):
         trainer.fit(tf.data.Dataset.from_tensor_slices(elements), verbose=0)
 
 
-def test_labels_of_a_keras_loss():
+def test_labels_out_of_range_with_a_keras_loss():
     with pytest.raises(
         ValueError, match="A label of the batch is 50, but the outputs have 12 classes"
     ):
@@ -108,7 +108,7 @@ def test_labels_of_a_keras_loss():
 
 @pytest.mark.parametrize("number", [-1, 12])
 @pytest.mark.parametrize("method", ["fit", "predict", "predict_on_batch"])
-def test_ids_that_no_table_has(method, number):
+def test_token_ids_out_of_range_raise_an_error(method, number):
     words = rf"^An id or label of the batch is {number}, but must be 0 to 11\.$"
     with pytest.raises(ValueError, match=words):
         getattr(language_model(), method)(with_one(number), *[IDS] * (method == "fit"))
@@ -125,7 +125,7 @@ class Silent(keras.Model):
         self.dense(x)
 
 
-def test_a_network_that_returns_nothing():
+def test_network_that_returns_none_raises_an_error():
     trainer = Trainer(Silent())
     trainer.compile("sgd", "mse")
     x = np.zeros((8, 3), "float32")
@@ -134,7 +134,7 @@ def test_a_network_that_returns_nothing():
             run()
 
 
-def test_the_failure_of_another_rank_is_one_line():
+def test_failure_of_another_rank_is_one_line():
     """Of Horovod's error, which has a line for each function in between."""
     told = "Graph execution error:\n\nHorovod has been shut down. This was caused by"
     with pytest.raises(
@@ -153,14 +153,14 @@ def test_the_failure_of_another_rank_is_one_line():
         lambda: fit(language_model(), np.tile(IDS, 200), np.tile(IDS, 200)),
     ],
 )
-def test_what_a_call_refuses_is_one_line(call):
+def test_errors_in_calls_are_one_line(call):
     """Keras would put its arguments around it."""
     with pytest.raises(ValueError) as caught:
         call()
     assert "\n" not in str(caught.value) and "max_length" in str(caught.value)
 
 
-def test_other_errors_are_as_they_were():
+def test_other_errors_are_unchanged():
     def fail(labels, outputs):
         tf.debugging.assert_less(labels, tf.zeros([], labels.dtype), "of the user's own")
         return tf.reduce_mean(outputs, -1)
@@ -169,7 +169,7 @@ def test_other_errors_are_as_they_were():
         fit(language_model(fail))
 
 
-def test_a_loss_that_is_nan_is_told_once(recwarn):
+def test_nan_loss_warns_once(recwarn):
     inputs = keras.Input((3,))
     trainer = Trainer(keras.Model(inputs, keras.layers.Dense(1)(inputs)))
     trainer.compile("sgd", "mse")
@@ -180,7 +180,7 @@ def test_a_loss_that_is_nan_is_told_once(recwarn):
 
 
 @on_mesh
-def test_the_same_on_a_mesh():
+def test_errors_on_a_mesh():
     start()
     for label in BAD_LABELS:
         words = ["The labels must be 0 to 11. The batch has the range", str(label)]

@@ -22,7 +22,7 @@ from tests.trainers.small import (
 )
 
 
-def test_steps_between_two_reads_read_nothing():
+def test_host_reads_nothing_between_log_steps():
     """The second step reads how many FLOP batches of its shape have."""
     trainer, reads = translation_trainer(log_every=4), HostReads()
     trainer.fit(dataset().repeat(3), verbose=0, callbacks=[reads])
@@ -35,7 +35,7 @@ def read_each_step():
     return record, trainer.fit(*points(), 2, epochs=2, verbose=0, shuffle=False, callbacks=[record])
 
 
-def test_callbacks_get_what_was_read_last_and_epochs_their_last_step(read_each_step, tmp_path):
+def test_callbacks_receive_the_last_logs_that_were_read(read_each_step, tmp_path):
     every_step, expected = read_each_step
     trainer, record = dense_trainer(log_every=3, metrics=[]), Record()
     file = MetricsFile(tmp_path / "metrics.jsonl")
@@ -56,13 +56,13 @@ def test_callbacks_get_what_was_read_last_and_epochs_their_last_step(read_each_s
     )
 
 
-def test_a_line_that_is_due_waits_for_its_logs(capsys):
+def test_loss_monitor_prints_steps_with_new_logs(capsys):
     dense_trainer(log_every=4).fit(*points(), 2, verbose=0, callbacks=[LossMonitor(every=3)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["epoch: 1 step: 4", "epoch: 1 step: 8"]
 
 
-def test_an_evaluation_within_an_epoch_leaves_its_logs():
+def test_evaluation_within_an_epoch_keeps_its_logs():
     class Evaluates(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.evaluate(*points(4), verbose=0)
@@ -72,7 +72,7 @@ def test_an_evaluation_within_an_epoch_leaves_its_logs():
     assert all("step_loss" in logs for logs in record.logs)
 
 
-def test_logs_that_are_no_numbers_are_arrays():
+def test_nonscalar_metrics_are_logged_as_arrays():
     trainer = dense_trainer(network=dense_network(2), metrics=[keras.metrics.F1Score(name="f1")])
     x, _ = points()
     logs = trainer.train_on_batch(x, np.eye(2)[np.arange(16) % 2], return_dict=True)
@@ -80,14 +80,14 @@ def test_logs_that_are_no_numbers_are_arrays():
 
 
 @pytest.mark.parametrize("every", [0, 2.5])
-def test_a_number_that_is_none(every):
+def test_invalid_log_every_raises_an_error(every):
     with pytest.raises(
         InputError, match=f"log_every must be an integer of at least 1, got {every}"
     ):
         dense_trainer(log_every=every)
 
 
-def test_tokens_are_counted_by_shapes():
+def test_token_count_follows_from_shapes():
     model = small_model()
     inputs = {"source": np.zeros((4, 6), "int32"), "target": np.zeros((4, 5), "int32")}
     tokens, flops = tokens_and_flops(model, inputs, inputs["target"])
@@ -97,7 +97,7 @@ def test_tokens_are_counted_by_shapes():
     assert tokens_and_flops(keras.Sequential([]), x, None) == (8, 0)
 
 
-def test_batches_of_a_mesh_are_compared_in_steps_1_and_2_and_every_hundredth(monkeypatch):
+def test_replicas_are_compared_in_steps_1_and_2_and_every_hundredth(monkeypatch):
     compared = []
     monkeypatch.setattr(
         replica_consistency,

@@ -5,7 +5,7 @@ import pytest
 from dtransformer.reports.throughput import PRODUCTS, Throughput, measured_peak
 
 
-def test_a_share_of_the_peak():
+def test_share_of_peak_is_flops_per_second_divided_by_the_peak():
     found = Throughput()
     found.start(peak=100.0)
     found.add(seconds=2.0, tokens=10, flops=50.0)
@@ -13,7 +13,7 @@ def test_a_share_of_the_peak():
     assert logs["tokens_per_second"] == 5 and logs["share_of_peak"] == pytest.approx(0.25)
 
 
-def test_a_peak_that_was_measured_while_others_used_the_machine_is_what_steps_do():
+def test_faster_steps_raise_the_measured_peak():
     found = Throughput()
     found.start(peak=100.0)
     found.add(seconds=1.0, tokens=10, flops=200.0)
@@ -23,7 +23,7 @@ def test_a_peak_that_was_measured_while_others_used_the_machine_is_what_steps_do
     assert found.logs()["share_of_peak"] == pytest.approx(0.25)
 
 
-def test_the_peak_is_of_products_and_not_of_launches(monkeypatch):
+def test_peak_measurement_is_not_limited_by_launch_overhead(monkeypatch):
     size, times = PRODUCTS["GPU"]
     assert 2 * size**3 * times / 1e15 > 100 * 50e-6  # seconds of a fast card; of launch and read
     monkeypatch.setitem(PRODUCTS, "CPU", (64, 8))  # several in one call, as on a GPU

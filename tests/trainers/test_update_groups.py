@@ -25,7 +25,7 @@ def trainer(optimizer, **options):
 
 # Keras' velocity of SGD has the rates of its steps in it, PyTorch's the last one.
 @pytest.mark.parametrize("name, scheduled", [("AdamW", True), ("AdamW", False), ("SGD", False)])
-def test_updates_are_those_of_torch(name, scheduled):
+def test_group_updates_match_torch(name, scheduled):
     torch = pytest.importorskip("torch", reason="the reference environment has PyTorch")
     rng = np.random.default_rng(1)
     batches = rng.normal(size=(4, 8, 4)).astype("float32"), rng.normal(size=(4, 8, 4))
@@ -59,7 +59,7 @@ def test_updates_are_those_of_torch(name, scheduled):
         np.testing.assert_allclose(own, expected.detach().numpy(), rtol=2e-5, atol=1e-5)
 
 
-def test_what_cannot_have_groups_is_told():
+def test_optimizers_without_group_support_raise_an_error():
     overwriting = {"use_ema": True, "ema_overwrite_frequency": 2}
     for options in (overwriting, {"gradient_accumulation_steps": 2}):
         with pytest.raises(ValueError, match="Adam cannot update groups of weights"):

@@ -82,7 +82,7 @@ def steps_of(family, options, jit_compile):
 
 
 @pytest.mark.parametrize("family, options", [("experts", TOGETHER), *CASES])
-def test_five_steps_are_compiled_once(family, options, tmp_path):
+def test_five_steps_compile_once_with_equal_losses(family, options, tmp_path):
     fields = {}
     for option in options:
         fields |= OPTIONS[option][0]
@@ -104,7 +104,7 @@ def test_five_steps_are_compiled_once(family, options, tmp_path):
         ("0", "auto", ""),
     ],
 )
-def test_auto_compiles_clusters_on_gpus(monkeypatch, branch, jit_compile, expected):
+def test_auto_enables_autoclustering_on_gpus(monkeypatch, branch, jit_compile, expected):
     monkeypatch.setenv("DTRANSFORMER_GPU_BRANCH", branch)
     trainer = dense_trainer()
     # As a trainer before it has left it.
