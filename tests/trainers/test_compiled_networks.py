@@ -1,4 +1,4 @@
-"""Promise: a network that was compiled before, as a KerasHub task, keeps its loss and metrics."""
+"""A compiled network, such as a KerasHub task, keeps its loss and metrics in a trainer."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the formulas, their boundary cases, wrong arguments."""
+"""Learning-rate schedules: formulas, boundary cases and invalid arguments."""
 
 import doctest
 import json
@@ -22,8 +22,8 @@ def inverse_sqrt(step):
 def linear(step):
     if step < WARMUP:
         return PEAK * (step + 1) / WARMUP
-    left = max(TOTAL - step, 0) / (TOTAL - WARMUP)
-    return FINAL + (PEAK - FINAL) * left
+    remaining = max(TOTAL - step, 0) / (TOTAL - WARMUP)
+    return FINAL + (PEAK - FINAL) * remaining
 
 
 def cosine(step):
@@ -129,10 +129,10 @@ def test_invalid_decay_is_named(name, argument, value):
 def test_unknown_name_suggests_similar_or_all_names(name):
     with pytest.raises(ValueError) as error:
         lr_schedules.get(name, peak_learning_rate=PEAK)
-    for known in (
+    for suggestion in (
         ("linear",) if name == "liner" else ("constant", "cosine", "inverse_sqrt", "linear")
     ):
-        assert known in str(error.value)
+        assert suggestion in str(error.value)
 
 
 def test_unknown_and_missing_arguments_are_named():

@@ -1,4 +1,4 @@
-"""Promise: progress is a bar on a terminal, and a few short lines in a log file."""
+"""Progress is a bar on a terminal, and a few short lines in a log file."""
 
 import io
 import re
@@ -90,13 +90,13 @@ def test_evaluate_and_predict_print_one_line_into_a_log_file(capsys):
 
 
 class FormatsWarning(keras.callbacks.Callback):
-    """Formats a warning as Python does where a layer of Keras warns."""
+    """Formats a warning as Python does for warnings of Keras layers."""
 
     def on_epoch_end(self, epoch, logs=None):
-        place = keras.layers.Dense.__init__.__code__
+        code = keras.layers.Dense.__init__.__code__
         text = "Do not pass\n`input_shape`"
-        details = UserWarning, place.co_filename, place.co_firstlineno
-        self.text = warnings.formatwarning(text, *details)
+        arguments = UserWarning, code.co_filename, code.co_firstlineno
+        self.text = warnings.formatwarning(text, *arguments)
 
 
 def test_warning_in_fit_is_one_plain_line():
@@ -111,5 +111,5 @@ def test_warning_of_the_command_line_is_one_plain_line():
         "import warnings; from dtransformer.cli import main; main(); warnings.warn('two\\nlines')"
     )
     command = [sys.executable, "-c", code, "new", "reward"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == "warning: two lines\n"
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stderr == "warning: two lines\n"

@@ -1,4 +1,4 @@
-"""Promise: a step waits for no device, but where its logs are read, every `log_every` steps."""
+"""Steps wait for the device only to read logs, every `log_every` steps."""
 
 import json
 
@@ -23,33 +23,33 @@ from tests.trainers.small import (
 
 
 def test_host_reads_nothing_between_log_steps():
-    """The second step reads how many FLOP batches of its shape have."""
+    """The second step also reads the number of FLOP of its batch."""
     trainer, reads = translation_trainer(log_every=4), HostReads()
     trainer.fit(dataset().repeat(3), verbose=0, callbacks=[reads])
-    assert [len(of_step) for of_step in reads.bytes][2:] == [0, 1, 0, 0, 0, 1, 0]
+    assert [len(step_bytes) for step_bytes in reads.bytes][2:] == [0, 1, 0, 0, 0, 1, 0]
 
 
 @pytest.fixture(scope="module")
-def read_each_step():
+def run_with_log_every_1():
     trainer, record = dense_trainer(), Record()
     return record, trainer.fit(*points(), 2, epochs=2, verbose=0, shuffle=False, callbacks=[record])
 
 
-def test_callbacks_receive_the_last_logs_that_were_read(read_each_step, tmp_path):
-    every_step, expected = read_each_step
+def test_callbacks_receive_the_last_logs_that_were_read(run_with_log_every_1, tmp_path):
+    every_step, expected = run_with_log_every_1
     trainer, record = dense_trainer(log_every=3, metrics=[]), Record()
     file = MetricsFile(tmp_path / "metrics.jsonl")
     history = trainer.fit(
         *points(), 2, epochs=2, verbose=0, shuffle=False, callbacks=[record, file]
     )
-    read = [0, 0, 2, 2, 2, 5, 5, 5]
+    read_steps = [0, 0, 2, 2, 2, 5, 5, 5]
     for epoch in (0, 8):
-        found = record["step_loss"][epoch : epoch + 8]
-        assert found == pytest.approx([every_step["step_loss"][epoch + i] for i in read])
+        losses = record["step_loss"][epoch : epoch + 8]
+        assert losses == pytest.approx([every_step["step_loss"][epoch + i] for i in read_steps])
     for name in ("loss", "step_loss"):
         assert history.history[name] == pytest.approx(expected.history[name])
     lines = [json.loads(line) for line in file.path.read_text().splitlines()]
-    steps = [(one["step"], one["step_loss"]) for one in lines if one["kind"] == "step"]
+    steps = [(line["step"], line["step_loss"]) for line in lines if line["kind"] == "step"]
     assert [step for step, _ in steps] == [1, 3, 6, 9, 11, 14]
     assert [loss for _, loss in steps] == pytest.approx(
         [every_step["step_loss"][step - 1] for step, _ in steps]
@@ -79,12 +79,12 @@ def test_nonscalar_metrics_are_logged_as_arrays():
     assert logs["f1"].shape == (2,) and isinstance(logs["loss"], float)
 
 
-@pytest.mark.parametrize("every", [0, 2.5])
-def test_invalid_log_every_raises_an_error(every):
+@pytest.mark.parametrize("log_every", [0, 2.5])
+def test_invalid_log_every_raises_an_error(log_every):
     with pytest.raises(
-        InputError, match=f"log_every must be an integer of at least 1, got {every}"
+        InputError, match=f"log_every must be an integer of at least 1, got {log_every}"
     ):
-        dense_trainer(log_every=every)
+        dense_trainer(log_every=log_every)
 
 
 def test_token_count_follows_from_shapes():
@@ -108,5 +108,7 @@ def test_replicas_are_compared_in_steps_1_and_2_and_every_hundredth(monkeypatch)
     for step in range(1, 202):
         batches.check(step, "train")
     batches.check("dev", "test")
-    both = [(step, name) for step in (1, 2, 100, 200, "dev") for name in ("a mesh", "a pipeline")]
-    assert compared == both
+    expected = [
+        (step, name) for step in (1, 2, 100, 200, "dev") for name in ("a mesh", "a pipeline")
+    ]
+    assert compared == expected
