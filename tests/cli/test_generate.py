@@ -276,21 +276,21 @@ def test_wrong_input(folder, stdin, capsys, arguments, told):
 
 
 def test_wrong_folders(folder, tmp_path, capsys):
-    def refused(path):
+    def run_and_get_error(path):
         assert run(path, "--prompt", "x") == 2
         return capsys.readouterr().err
 
-    assert "does not exist" in refused(tmp_path / "none")
-    assert "Expected tokenizer.json" in refused(tmp_path)
+    assert "does not exist" in run_and_get_error(tmp_path / "none")
+    assert "Expected tokenizer.json" in run_and_get_error(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    assert "config.json" in refused(tmp_path)
+    assert "config.json" in run_and_get_error(tmp_path)
     network = CausalLM(20, **LLAMA)
     network.build()
     save_pretrained(network, tmp_path / "small", "llama")
     (tmp_path / "small" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    assert "has 290 ids, but the model has only 20" in refused(tmp_path / "small")
+    assert "has 290 ids, but the model has only 20" in run_and_get_error(tmp_path / "small")
     (tmp_path / "run.json").write_text("{}")
-    assert "has no config.yaml" in refused(tmp_path)
+    assert "has no config.yaml" in run_and_get_error(tmp_path)
 
 
 def test_lone_surrogates_are_reported_with_the_text_index(folder):

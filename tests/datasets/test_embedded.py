@@ -9,7 +9,7 @@ from dtransformer.datasets import read_lines
 from dtransformer.datasets.embedded import MAX_PAIRS, sentence_pairs, write_corpus
 from harness.corpus import corpus, lexicon, numerals, sentences
 from harness.corpus.phrases import PRONOUNS, Phrase, clause, noun_phrase, sentence
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 
 I, YOU, HE, SHE, WE, THEY = (row[0] for row in PRONOUNS)
 ANNA = Phrase("Anna", "Anna", feminine=True)
@@ -417,7 +417,9 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path):
 
 def test_invalid_numbers_of_pairs_are_refused(tmp_path):
     for num_pairs in (-1, MAX_PAIRS + 1):
-        assert f"num_pairs={num_pairs}" in refused(sentence_pairs, num_pairs)
-    assert "num_dev must be an integer of at least 0" in refused(write_corpus, tmp_path, num_dev=-1)
+        assert f"num_pairs={num_pairs}" in get_error_message(sentence_pairs, num_pairs)
+    assert "num_dev must be an integer of at least 0" in get_error_message(
+        write_corpus, tmp_path, num_dev=-1
+    )
     assert sentence_pairs(0) == []
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.trainers import Trainer
-from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
+from tests.inputs.bounded import BOUNDED, read_or_reject, refusal
 
 VALUES = np.array([[0.5, -1.0, 2.0]], "float32")
 
@@ -94,7 +94,7 @@ def test_file_damaged_anywhere_is_read_or_refused(path, data):
     bad = bytearray(good)
     bad[place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(bytes(bad)[: data.draw(st.sampled_from([len(bad), place]))])
-    file = read_or_refused(SafetensorsFile, path)
+    file = read_or_reject(SafetensorsFile, path)
     if file is not None:
         assert all(file[name].shape == shape for name, shape in file.shapes.items())
 
@@ -206,4 +206,4 @@ def test_keras_file_damaged_anywhere_is_read_or_refused(tmp_path, data):
     place = data.draw(st.integers(0, len(bad) - 1) | st.integers(0, 200))
     bad[place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(bytes(bad)[: data.draw(st.sampled_from([len(bad), place]))])
-    read_or_refused(load_weights, model, path)
+    read_or_reject(load_weights, model, path)

@@ -107,7 +107,7 @@ def test_rejects_reading_options_for_token_shards(place, capsys):
     assert "Documents (dev): 8 with" in capsys.readouterr().out
 
 
-def lines_of(run, kind):
+def read_metrics(run, kind):
     """Return the records of one kind in a run's metrics."""
     lines = pathlib.Path(run, "metrics.jsonl").read_text().splitlines()
     return [x for x in map(json.loads, lines) if x["kind"] == kind]
@@ -118,10 +118,10 @@ def test_evaluations_between_epochs_leave_the_epoch_as_it_was(place, capsys):
     assert train(*settings, run="runs/plain") == 0
     assert train(*settings, "evaluation.every_steps=2", "logs.csv=true", run="runs/looked") == 0
     printed = capsys.readouterr().out
-    (plain,), (looked,) = (lines_of(f"runs/{name}", "epoch") for name in ("plain", "looked"))
+    (plain,), (looked,) = (read_metrics(f"runs/{name}", "epoch") for name in ("plain", "looked"))
     for name in ("loss", "val_loss", "accuracy"):
         assert looked[name] == plain[name]
-    found = lines_of("runs/looked", "evaluation")
+    found = read_metrics("runs/looked", "evaluation")
     assert [x["step"] for x in found] == list(range(2, plain["step"] + 1, 2)) != []
     assert f"val_loss: {found[0]['val_loss']:.6g}" in printed and "\nstep: 2, val_" in printed
     with open("runs/looked/metrics.csv") as file:

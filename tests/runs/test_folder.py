@@ -135,7 +135,7 @@ def test_files_of_another_run_are_rejected(name, run, trained, monkeypatch, caps
         assert words in error and error.count("\n") == 1
 
 
-def nothing(run, other):
+def do_nothing(run, other):
     pass
 
 
@@ -145,30 +145,30 @@ def add(name):
 
 # Change of the run folder, arguments of train, and expected error.
 REFUSED = [
-    (nothing, [], "already contains a run. Add --resume or --overwrite, or choose another --run"),
+    (do_nothing, [], "already contains a run. Add --resume or --overwrite, or choose another --run"),
     (foreign, [], "is not a run folder"),
     (foreign, ["--overwrite"], "is not a run folder"),
     (foreign, ["--resume"], "is not a run folder"),
     (add("notes.txt"), ["--overwrite"], "also contains notes.txt"),
     (SWAPS["a damaged run.json"][0], ["--overwrite"], "run.json is damaged"),
-    (nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),
-    (nothing, ["--overwrite", "data.dev_source=missing.en"], "`data.dev_target` is missing"),
-    (nothing, ["--overwrite", "training.optimizer=fast"], "training.optimizer"),
-    (nothing, ["--overwrite", "training.epoch=2"], "training.epochs"),
-    (nothing, ["--overwrite", "model.num_heads=5"], "num_heads=5"),
-    (nothing, ["--overwrite", "model.hidden_act=gelly"], "gelly"),
-    (nothing, ["--overwrite", "tokenizer.vocab_size=5000"], "5000"),
-    (nothing, ["--overwrite", "parallel.model_parallel=2"], "model_parallel=2"),
-    (nothing, ["--resume", "model.hidden_act=gelu"], "model.hidden_act is 'gelu'"),
-    (nothing, ["--resume", "model.hidden_size=32"], "model.hidden_size is 32"),
-    (nothing, ["--resume", "tokenizer.vocab_size=50"], "tokenizer.vocab_size is 50"),
-    (nothing, ["--resume", "tokenizer.lower_case=true"], "tokenizer.lower_case is True"),
-    (nothing, ["--resume", "data.max_length=16"], "data.max_length is 16"),
-    (nothing, ["--resume", "data.batch_size=8"], "data.batch_size is 8"),
-    (nothing, ["--resume", "training.seed=3"], "training.seed is 3"),
-    (nothing, ["--resume", "data.source=OTHER"], "the train records have changed"),
+    (do_nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),
+    (do_nothing, ["--overwrite", "data.dev_source=missing.en"], "`data.dev_target` is missing"),
+    (do_nothing, ["--overwrite", "training.optimizer=fast"], "training.optimizer"),
+    (do_nothing, ["--overwrite", "training.epoch=2"], "training.epochs"),
+    (do_nothing, ["--overwrite", "model.num_heads=5"], "num_heads=5"),
+    (do_nothing, ["--overwrite", "model.hidden_act=gelly"], "gelly"),
+    (do_nothing, ["--overwrite", "tokenizer.vocab_size=5000"], "5000"),
+    (do_nothing, ["--overwrite", "parallel.model_parallel=2"], "model_parallel=2"),
+    (do_nothing, ["--resume", "model.hidden_act=gelu"], "model.hidden_act is 'gelu'"),
+    (do_nothing, ["--resume", "model.hidden_size=32"], "model.hidden_size is 32"),
+    (do_nothing, ["--resume", "tokenizer.vocab_size=50"], "tokenizer.vocab_size is 50"),
+    (do_nothing, ["--resume", "tokenizer.lower_case=true"], "tokenizer.lower_case is True"),
+    (do_nothing, ["--resume", "data.max_length=16"], "data.max_length is 16"),
+    (do_nothing, ["--resume", "data.batch_size=8"], "data.batch_size is 8"),
+    (do_nothing, ["--resume", "training.seed=3"], "training.seed is 3"),
+    (do_nothing, ["--resume", "data.source=OTHER"], "the train records have changed"),
     (
-        nothing,
+        do_nothing,
         ["--resume", "data.dev_source=OTHER", "data.dev_target=OTHER"],
         "the dev records have changed",
     ),
