@@ -31,7 +31,7 @@ OTHER_CASES = "the cases that stay"
 LONG_TESTS = [
     # Ranks that fail.
     LongTest(
-        "distributed/test_failures.py::test_a_rank_that_fails_ends_the_job",
+        "distributed/test_failures.py::test_failed_rank_ends_the_job",
         "freeze-model",
         "trainers/checkpoint/test_writing.py: killed at every point of a save; "
         "parallel/watchdog/test_links.py: ranks that are killed or silent",
@@ -40,7 +40,7 @@ LONG_TESTS = [
     LongTest(
         "cli/test_plan_measure.py::test_plan_measure_writes_a_usable_device",
         "",
-        "planner/test_plan.py, and distributed/test_planner.py: what is planned is what is measured",
+        "planner/test_plan.py; distributed/test_planner.py compares plans with measurements",
     ),
     LongTest("cli/test_generate.py::test_stop_token_ends_texts", "", "models/test_continuation.py"),
     LongTest(
@@ -218,7 +218,7 @@ LONG_TESTS = [
     LongTest(
         "distributed/test_host_waits.py::test_mesh_steps_read_only_scalars_on_the_host",
         "",
-        "test_data_ranks; a mesh of ranks in distributed/test_clusters.py",
+        "test_data_parallel_steps_read_nothing_on_the_host; a mesh of ranks in distributed/test_clusters.py",
     ),
     LongTest(
         "models/test_lora.py::test_adapter_communication_matches_the_formula",
@@ -272,7 +272,7 @@ LONG_TESTS = [
         "cli/test_generate.py::test_stream_prints_the_same_text", "", "models/test_continuation.py"
     ),
     LongTest(
-        "runs/test_folder.py::test_the_command_exports_weights_that_belong_to_the_run",
+        "runs/test_folder.py::test_export_command_writes_the_weights_of_the_run",
         "",
         "cli/test_cli.py::test_weights_of_a_checkpoint_are_exported",
     ),
@@ -304,7 +304,7 @@ LONG_TESTS = [
     LongTest(
         "models/test_generation.py::TestBeamSearch::test_length_penalty_prefers_longer_translations",
         "",
-        "test_a_wide_beam_finds_all_translations, whose scores have the penalty",
+        "test_wide_beam_finds_all_translations, whose scores have the penalty",
     ),
     LongTest(
         "layers/test_blockwise_attention.py::test_blockwise_matches_reference_in_a_function",

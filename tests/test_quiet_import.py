@@ -23,5 +23,5 @@ def test_notes_stay_off_if_a_script_imports_keras_itself(module):
     assert read_stderr(f"import dtransformer, {module}; {init}") == ""
 
 
-def test_notes_come_out_if_the_environment_asks_for_them():
+def test_notes_are_printed_if_the_environment_requests_them():
     assert "oneDNN" in read_stderr("import dtransformer, keras", TF_CPP_MIN_LOG_LEVEL="0")

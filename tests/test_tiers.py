@@ -34,7 +34,7 @@ def test_rows_of_long_tests_name_existing_tests(row):
 
 
 @pytest.mark.parametrize("row", LONG_TESTS, ids=lambda row: row.test)
-def test_the_quick_test_of_a_long_test_exists(row):
+def test_quick_test_of_a_long_test_exists(row):
     """A row may name a file, or a test of a file. The test is not long itself."""
     for file, name in re.findall(r"([\w/]+[.]py)(?:::(?:\w+::)?(test_\w+))?", row.quick_test):
         text = (TESTS / file).read_text("utf-8")

@@ -132,7 +132,7 @@ def test_stream_prints_the_same_text(folder, capsys):
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
 
 
-def test_a_prompt_with_line_ends_can_be_piped(folder, stdin, capsys):
+def test_prompt_with_line_ends_can_be_piped(folder, stdin, capsys):
     texts = ["The quick\nbrown", "dog"]
     expected = generator(folder)(texts)
     stdin("The quick\nbrown\n\n\ndog\n")

@@ -374,7 +374,7 @@ def test_file_equals_the_sentences_of_the_grammar(pairs):
     assert pairs == corpus.drawn_pairs(MAX_PAIRS)
 
 
-def test_the_same_seed_gives_the_same_pairs(pairs):
+def test_same_seed_gives_the_same_pairs(pairs):
     assert sentence_pairs(100) == pairs[:100]
     assert sentence_pairs(100, seed=1) == sentence_pairs(100, seed=1) != pairs[:100]
     assert sorted(sentence_pairs(MAX_PAIRS, seed=1)) == sorted(pairs)
@@ -405,7 +405,7 @@ def test_held_out_sentences_do_not_depend_on_the_training_set(splits, tmp_path):
     assert read_lines(paths["test.fr"]) == [words for _, words in splits["test"]]
 
 
-def test_the_same_seed_writes_the_same_bytes(tmp_path):
+def test_same_seed_writes_the_same_bytes(tmp_path):
     sizes = {"num_train": 300, "num_dev": 20, "num_test": 10, "seed": 3}
     paths, again = (write_corpus(tmp_path / name, **sizes) for name in ("first", "second"))
     assert sorted(path.name for path in paths["dev.en"].parent.iterdir()) == sorted(

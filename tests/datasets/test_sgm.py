@@ -53,7 +53,7 @@ def read_segments(path):
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_the_segments_of_documents_are_read(tmp_path, end):
+def test_segments_of_documents_are_read(tmp_path, end):
     path = tmp_path / "x.sgm"
     path.write_bytes(sgm(*document(TRICKY), end=end))
     assert read_segments(path) == TRICKY
@@ -169,7 +169,7 @@ def test_package_refuses_sgm(tmp_path):
         assert "preprocess.py" in get_error_message(read, path)
 
 
-def test_the_real_files_are_read(shared_data):
+def test_real_files_are_read(shared_data):
     folder = shared_data / "wmt14"
     name = "newstest2014-fren-ref.{}.sgm"
     pairs = read_sgm_pairs(folder / name.format("fr"), folder / name.format("en"))

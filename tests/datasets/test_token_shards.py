@@ -58,7 +58,7 @@ def test_documents_without_parts_or_tokens(tmp_path):
     assert len(shards) == 1 and shards.num_left_out == 2
 
 
-def test_the_same_documents_give_the_same_bytes(tmp_path):
+def test_same_documents_give_the_same_bytes(tmp_path):
     one, other = (some_shards(tmp_path / name, DOCUMENTS) for name in "ab")
     assert contents(one.folder) == contents(other.folder)
     assert one.fingerprint == other.fingerprint

@@ -46,7 +46,7 @@ def test_layouts_resume_from_the_checkpoint_of_one_process(run, rank_results):
 
 
 @parametrize_runs([ALONE, *LONG], [ALONE, *LONG], lambda run: [ALONE])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(run, rank_results):
+def test_resumed_run_equals_the_uninterrupted_run_bit_for_bit(run, rank_results):
     for rank in rank_results(run):
         assert rank["resumed"] == rank["after"]
 
@@ -64,7 +64,7 @@ def test_adapter_files_do_not_depend_on_the_layout(run, rank_results):
 
 
 @parametrize_runs([ALONE, *LONG], [ALONE, *LONG], lambda run: [ALONE])
-def test_merged_kernels_give_what_adapters_gave(run, rank_results):
+def test_merged_kernels_give_the_outputs_of_adapters(run, rank_results):
     (expected,) = rank_results(ALONE)
     for rank in rank_results(run):
         np.testing.assert_array_equal(rank["generated_loaded"], expected["generated"])

@@ -45,7 +45,7 @@ HYBRID = [f"{TASKS}hybrid_example/dp2@2x1", f"{TASKS}hybrid_example/dp4@4x1"]
 
 
 @parametrize_runs(HYBRID, HYBRID[1:], lambda run: [ALONE])
-def test_hybrid_parallel_has_the_losses_of_one_process(run, rank_results):
+def test_hybrid_parallel_losses_match_one_process(run, rank_results):
     expected = rank_results(ALONE)[0]["losses"]
     assert len(expected) == 10 and expected[-1] < expected[0] / 2
     for rank in rank_results(run):

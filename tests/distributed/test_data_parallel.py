@@ -109,7 +109,7 @@ def test_sharded_master_weights_give_the_losses_of_replicated_weights(rank_resul
 
 
 @parametrize_runs([two_ranks("mixed_float16")], LONG, lambda run: [one_process(run)])
-def test_16_bit_losses_are_those_of_one_process(run, rank_results):
+def test_16_bit_losses_match_one_process(run, rank_results):
     (expected,), (found, _) = rank_results(one_process(run)), rank_results(run)
     np.testing.assert_allclose(found["step_losses"], expected["step_losses"], rtol=5e-3)
 
@@ -143,7 +143,7 @@ def test_gradients_can_be_reduced_in_16_bits(run, rank_results):
 
 
 @parametrize_runs([two_ranks("untied")])
-def test_each_of_20_steps_has_another_loss(run, rank_results):
+def test_all_20_steps_have_different_losses(run, rank_results):
     losses = rank_results(run)[0]["step_losses"]
     assert len(losses) == len(set(losses)) == 20
 

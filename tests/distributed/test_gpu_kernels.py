@@ -177,7 +177,7 @@ def test_every_operation_of_a_training_step_has_a_gpu_kernel(run, rank_results):
 
 
 @parametrize_runs([*QUICK, *LONG], long=LONG)
-def test_the_host_waits_for_no_result_of_a_gpu(run, rank_results):
+def test_host_never_waits_for_gpu_results(run, rank_results):
     for rank in rank_results(run):
         assert not set(rank["waits"]) - set(WAITED_FOR)
 

@@ -24,7 +24,7 @@ def one_process(run):
 
 
 @parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
-def test_numbers_are_those_of_keras(run, rank_results):
+def test_losses_weights_and_predictions_match_keras(run, rank_results):
     (expected,) = rank_results(one_process(run))
     assert len(set(expected["losses"])) == STEPS
     for rank in rank_results(run):
@@ -37,7 +37,7 @@ def test_numbers_are_those_of_keras(run, rank_results):
 
 
 @parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
-def test_a_saved_model_is_loaded_in_one_process(run, rank_results):
+def test_saved_model_is_loaded_in_one_process(run, rank_results):
     rank_results(run)
     name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
     classes = own_models.Tagger, own_models.VisionTransformer, own_models.Block
@@ -52,7 +52,7 @@ def test_a_saved_model_is_loaded_in_one_process(run, rank_results):
 
 
 @parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
-def test_an_exported_model_is_served(run, rank_results):
+def test_exported_model_is_served(run, rank_results):
     rank_results(run)
     name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
     served = tf.saved_model.load(

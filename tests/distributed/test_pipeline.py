@@ -100,7 +100,7 @@ LOSSES_ALONE = one_process("losses", "alone@1x1")
 
 
 @parametrize_runs(LOSSES, LOSSES, lambda run: [LOSSES_ALONE])
-def test_losses_of_every_schedule_are_those_of_one_process(run, rank_results):
+def test_losses_of_every_schedule_match_one_process(run, rank_results):
     (expected,) = rank_results(LOSSES_ALONE)
     losses = rank_results(run)[0]["without_sleeps"]
     assert losses == pytest.approx(expected["without_sleeps"], rel=PARITY_LOSS)

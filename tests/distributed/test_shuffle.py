@@ -18,7 +18,7 @@ def one_process_run(run):
 
 
 @parametrize_runs(RUNS, RUNS[1:], lambda run: [one_process_run(run)])
-def test_losses_of_shuffled_data_are_those_of_one_process(run, rank_results):
+def test_losses_of_shuffled_data_match_one_process(run, rank_results):
     (expected,) = rank_results(one_process_run(run))
     for rank in rank_results(run):
         assert rank.keys() == expected.keys()

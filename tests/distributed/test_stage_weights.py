@@ -44,7 +44,7 @@ def test_best_weights_are_restored(run, rank_results):
 
 
 @parametrize_runs(RUNS[3:], LONG)
-def test_weights_that_were_set_are_read_on_every_rank(run, rank_results):
+def test_assigned_weights_are_visible_on_every_rank(run, rank_results):
     first, second = rank_results(run)
     for name in ("trained", "averaged", "doubled"):
         for weight, value in zip(arrays(first, name), arrays(second, name), strict=True):

@@ -163,7 +163,7 @@ def test_damaged_index_with_a_right_checksum_is_refused(folder, place, length):
     assert "state.index" in Checkpoint(folder).problems() or harmed == index
 
 
-def test_the_index_and_the_manifest_are_compared(folder):
+def test_index_is_compared_with_the_manifest(folder):
     body = content()
     tensors = body["tensors"]
     tensors["network/renamed"] = tensors.pop("network/head/bias")

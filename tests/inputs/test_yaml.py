@@ -109,7 +109,7 @@ def test_any_option_is_accepted_or_refused(tmp_path, key, value):
         assert load_config(tmp_path / "saved.yaml") == config
 
 
-def test_a_config_of_many_labels_is_read_back(tmp_path):
+def test_config_of_many_labels_is_read_back(tmp_path):
     config = load_config(None, ["task=classification"])
     config.data.labels = ["1e5", "no", "\x85 \u2028", *(f"{n} " + "x" * 90 for n in range(2000))]
     save_config(config, tmp_path / "saved.yaml")

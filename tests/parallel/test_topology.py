@@ -125,7 +125,7 @@ def test_meshes_data_parallel_groups_and_data_shards(fields, meshes, data_parall
 
 
 @pytest.mark.parametrize("fields", [dict(model=4, local_devices=3), dict(data=3, local_devices=2)])
-def test_devices_of_a_rank_that_make_no_even_part(fields):
+def test_local_devices_must_divide_the_mesh(fields):
     with pytest.raises(ValueError, match=f"`local_devices={fields['local_devices']}` must divide"):
         Topology(**fields)
 

@@ -58,7 +58,7 @@ def read_types(folder):
         ("numbers", "regression", []),
     ],
 )
-def test_a_decoder_with_labels_takes_batches_in_transformers(name, task, settings, place):
+def test_exported_classifier_accepts_batches_in_transformers(name, task, settings, place):
     folder = train(task, place, name, LLAMA, *settings)
     config = json.loads((folder / "config.json").read_text())
     assert config["pad_token_id"] == 2  # The end token replaces the missing padding token.
@@ -74,7 +74,7 @@ def test_a_decoder_with_labels_takes_batches_in_transformers(name, task, setting
     np.testing.assert_allclose(own, logits, rtol=0, atol=PARITY_LOGITS)
 
 
-def test_the_padding_of_the_tokenizer_is_written(place):
+def test_padding_of_the_tokenizer_is_written(place):
     base = place / "padded"
     shutil.copytree(place / "llama", base)
     tokenizer = json.loads((base / "tokenizer_config.json").read_text())
@@ -135,7 +135,7 @@ def test_export_rejects_values_outside_the_type(place, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_base_without_a_head_is_trained_for_labels_and_vectors(place, capsys):
+def test_base_without_a_head_is_trained_for_labels_and_vectors(place, capsys):
     sizes = {"vocab_size": 290, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
     config = transformers.BertConfig(**sizes, num_attention_heads=2)
     transformers.BertModel(config).save_pretrained("bert")

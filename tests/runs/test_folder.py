@@ -193,7 +193,7 @@ def test_rejected_training_changes_no_file(change, arguments, words, run, traine
     assert snapshot(run.parent) == before
 
 
-def test_a_folder_with_other_files_is_not_replaced(trained, tmp_path, capsys):
+def test_folder_with_other_files_is_not_replaced(trained, tmp_path, capsys):
     shutil.copy(trained / "config.yaml", tmp_path)
     (tmp_path / "file").write_text("mine")
     for folder, flags in ((tmp_path, []), (tmp_path, ["--overwrite"]), (tmp_path / "file", [])):
@@ -211,7 +211,7 @@ def test_invalid_run_folders_are_one_line_errors(name, corpus, tmp_path, capsys)
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
 
 
-def test_the_config_of_a_run_is_not_replaced_with_it(run, capsys):
+def test_overwrite_rejects_a_config_inside_the_run_folder(run, capsys):
     before = snapshot(run)
     assert train(run, run, "--overwrite") == 2
     assert "is inside the run folder to replace" in capsys.readouterr().err
@@ -219,13 +219,13 @@ def test_the_config_of_a_run_is_not_replaced_with_it(run, capsys):
 
 
 @pytest.mark.parametrize("settings", [["model.num_heads=5"], ["data.source=missing.en"]])
-def test_a_refused_run_leaves_no_folder(settings, corpus, tmp_path, capsys):
+def test_rejected_run_leaves_no_folder(settings, corpus, tmp_path, capsys):
     assert train(corpus, tmp_path / "some" / "where", *settings) == 2
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [InputError("no"), RuntimeError("crash"), KeyboardInterrupt()])
-def test_a_run_that_does_not_begin_leaves_the_old_one(error, run, corpus, monkeypatch, capsys):
+def test_failed_start_keeps_the_old_run(error, run, corpus, monkeypatch, capsys):
     before = snapshot(run.parent)
 
     def fit(*args, **kwargs):
@@ -239,7 +239,7 @@ def test_a_run_that_does_not_begin_leaves_the_old_one(error, run, corpus, monkey
         assert snapshot(run.parent) == before
 
 
-def test_a_full_disk_leaves_the_old_one(run, corpus, small_files, capsys):
+def test_full_disk_keeps_the_old_run(run, corpus, small_files, capsys):
     before = snapshot(run.parent)
     with small_files(40_000):
         assert train(corpus, run, "--overwrite") == 2
@@ -280,7 +280,7 @@ def begun(run):
 
 
 @pytest.mark.parametrize("killed", [moved_aside, half_written, not_begun, begun])
-def test_a_kill_at_any_moment_leaves_the_old_run_or_the_new(killed, run, corpus, capsys):
+def test_kill_at_any_moment_keeps_the_old_or_the_new_run(killed, run, corpus, capsys):
     before = snapshot(run.parent)
     killed(run)
     assert train(corpus, run) == 2
@@ -288,14 +288,14 @@ def test_a_kill_at_any_moment_leaves_the_old_run_or_the_new(killed, run, corpus,
     assert snapshot(run.parent) == before
 
 
-def test_folders_left_by_a_kill_are_reported(run, monkeypatch, capsys):
+def test_leftover_folders_of_a_killed_run_are_reported(run, monkeypatch, capsys):
     not_begun(run)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one cat\n")))
     assert main(["translate", "--run", str(run)]) == 2
     assert f"{run}.replaced" in capsys.readouterr().err
 
 
-def test_a_resumed_run_keeps_its_tokenizer_and_its_identity(run, corpus, monkeypatch, tmp_path):
+def test_resumed_run_keeps_its_tokenizer_and_its_identity(run, corpus, monkeypatch, tmp_path):
     def learn(*args, **kwargs):
         raise AssertionError("the tokenizer is trained again")
 
@@ -339,7 +339,7 @@ def test_verify_reports_all_problems(run, tmp_path, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_command_exports_weights_that_belong_to_the_run(run, trained, monkeypatch, capsys):
+def test_export_command_writes_the_weights_of_the_run(run, trained, monkeypatch, capsys):
     command = [sys.executable, "-m", "dtransformer.cli", "checkpoint", "export"]
     arguments = [str(run / "checkpoints"), "--out", str(run / WEIGHTS)]
     refused = subprocess.run([*command, *arguments], capture_output=True, text=True)

@@ -20,7 +20,7 @@ from tests.on_mesh import (
 
 
 @on_mesh
-def test_blocks_send_what_the_theory_says():
+def test_block_communication_matches_the_formula():
     report = report_after_a_step({"decoder_layers": 2}, model_parallel=4)
     of_decoder = 3, TARGET
     blocks = {
