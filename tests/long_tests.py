@@ -218,7 +218,8 @@ LONG_TESTS = [
     LongTest(
         "distributed/test_host_waits.py::test_mesh_steps_read_only_scalars_on_the_host",
         "",
-        "test_data_parallel_steps_read_nothing_on_the_host; a mesh of ranks in distributed/test_clusters.py",
+        "test_data_parallel_steps_read_nothing_on_the_host; "
+        "a mesh of ranks in distributed/test_clusters.py",
     ),
     LongTest(
         "models/test_lora.py::test_adapter_communication_matches_the_formula",

@@ -299,7 +299,7 @@ def test_lone_surrogates_are_reported_with_the_text_index(folder):
             tokenizer.encode(["one", "o\ud83d"])
 
 
-def test_other_folders_are_named_in_errors(folder, tmp_path, capsys):
+def test_evaluate_names_folders_that_are_no_runs(folder, tmp_path, capsys):
     """`evaluate` and `translate` accept translation runs."""
     lines = tmp_path / "lines.txt"
     lines.write_text("a\n")

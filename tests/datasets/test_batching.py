@@ -246,7 +246,7 @@ def test_epoch_resumes_at_the_next_batch(done, shard):
     assert as_lists(dataset) == as_lists(first.as_dataset())
 
 
-def test_position_and_restore():
+def test_position_of_the_next_batch_and_invalid_restore():
     batches = some_batches()
     assert batches.position() == {"epoch": 0, "batch": 0, "num_batches": len(batches), "seed": 7}
     batches.set_epoch(2, start=3)

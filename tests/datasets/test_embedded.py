@@ -330,7 +330,7 @@ def test_numbers_are_distinct_in_both_languages():
         assert len({numerals.number(value)[language] for value in range(1000)}) == 1000
 
 
-def test_feminine_numbers_times_and_dates():
+def test_french_feminine_numbers_times_and_dates():
     assert numerals.number(1, feminine=True)[1] == "une"
     assert numerals.number(81, feminine=True)[1] == "quatre-vingt-une"
     assert numerals.number(71, feminine=True)[1] == "soixante et onze"

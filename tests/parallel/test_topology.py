@@ -79,7 +79,7 @@ def test_config_must_fit_the_number_of_ranks():
         Topology.from_config(TransformerOpParallelConfig(model_parallel=4), 6)
 
 
-def test_string_lists_axes_larger_than_one():
+def test_topology_string_lists_axes_larger_than_one():
     assert str(Topology()) == "one rank"
     assert str(Topology(stage=2, data=3, model=4)) == "stage 2 · data 3 · model 4"
 

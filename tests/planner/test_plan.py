@@ -632,7 +632,7 @@ def of_cpus(model, ranks, fields, **config):
     return cost(model, Cluster(device, ranks, ranks), job, TransformerOpParallelConfig(**config))
 
 
-def test_ranks_on_a_shared_core_compute_while_others_wait():
+def test_ranks_that_share_a_core_have_shorter_bubbles():
     """With four stages on two cores, a core waits like one of two stages plus a third of a pass."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     alone, shared = (
@@ -725,7 +725,7 @@ def test_states_are_sharded_over_different_meshes_only():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layouts_suit_ranks_with_several_devices(ranks):
+def test_enumerated_layouts_are_valid_topologies(ranks):
     devices = dataclasses.replace(cluster(8 * ranks, "h100"), local_devices=8)
     layouts = enumerate_layouts(named("llama2_7b"), devices, Job(16))
     for index in range(0, len(layouts), 97):

@@ -102,7 +102,7 @@ class TestAgainstKeras:
         for actual, expected_value in zip(weights, expected[2], strict=True):
             np.testing.assert_allclose(actual, expected_value, TRAINING, atol=TRAINING)
 
-    def test_positional_arguments(self):
+    def test_positional_arguments_have_keras_order(self):
         """Arguments of `compile`, `fit`, `evaluate` and `predict` have Keras' order."""
         x, y = points()
         results = []

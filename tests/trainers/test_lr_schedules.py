@@ -48,7 +48,7 @@ STEPS = [0, 1, WARMUP - 1, WARMUP, WARMUP + 1, 13, TOTAL - 1, TOTAL, TOTAL + 1, 
 
 @pytest.mark.parametrize("name, arguments, formula", CASES)
 class TestEverySchedule:
-    def test_formula_at_the_boundaries(self, name, arguments, formula):
+    def test_learning_rates_match_the_formula_at_boundaries(self, name, arguments, formula):
         schedule = lr_schedules.get(name, peak_learning_rate=PEAK, **arguments)
         actual = [float(schedule(step)) for step in STEPS]
         np.testing.assert_allclose(actual, [formula(step) for step in STEPS], rtol=1e-6)

@@ -74,7 +74,7 @@ def job(request):
         watchdog.leave()
 
 
-def test_regular_exit_reports_nothing(job):
+def test_regular_exit_reports_no_failure(job):
     for watchdog in job.watchdogs:
         watchdog.leave()
     assert job.ended.empty()
