@@ -89,7 +89,7 @@ class TestTimeMonitor:
             epoch, step = map(float, re.fullmatch(self.PATTERN, line).groups())
             assert 0 < step == pytest.approx(epoch / num_steps, abs=0.001)
 
-    def test_other_ranks_print_nothing(self, model, another_rank, capsys):
+    def test_other_ranks_print_nothing(self, model, other_rank, capsys):
         fit(model, TimeMonitor())
         assert capsys.readouterr().out == ""
 
