@@ -42,11 +42,10 @@ def test_config_fields_are_known_and_missing_ones_take_hf_defaults(family):
     config_fields |= {
         x: 300_000 for x in ("vocab_size", "decoder_vocab_size") if x in config_fields
     }
-    config_fields |= {
-        x: 0.0 for x in config_fields if x.endswith("layerdrop")
-    }  # Other values cause a warning.
+    # Other rates cause a warning.
+    config_fields |= {x: 0.0 for x in config_fields if x.endswith("layerdrop")}
     config = ReadFields(config_fields)
-    FAMILIES[family].arguments(config)
+    FAMILIES[family].from_hf(config)
     assert (
         not config_fields.keys()
         - config.read
