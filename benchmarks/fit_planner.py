@@ -56,7 +56,9 @@ def fit(models, iterations=40):
     data = fitting_data(models)
     weights = np.concatenate([np.full(len(steps), weight) for steps, _, weight in data])
     start = np.log(list(START.values()))
-    named = lambda x: dict(zip(FITTED, map(float, np.exp(x))))
+
+    def named(x):
+        return dict(zip(FITTED, map(float, np.exp(x))))
 
     def cost(x):
         return np.sum(weights * np.abs(log_errors(named(x), data))) + PRIOR * np.sum(

@@ -93,7 +93,10 @@ def language_models(sentences, tokenizer, rounds):
     words = sum(len(text.split()) for text in sentences)
     report = {}
     with tempfile.TemporaryDirectory() as folder:
-        write = lambda: write_token_shards(documents, tokenizer, folder, overwrite=True)
+
+        def write():
+            return write_token_shards(documents, tokenizer, folder, overwrite=True)
+
         seconds = [measure_seconds(write) for _ in range(rounds)]
         report["words_written_per_second"] = [round(words / each) for each in seconds]
         shards = write()

@@ -137,7 +137,10 @@ def main():
             launch_runs(num_ranks, rank_runs, folder, options)
             seconds = time.perf_counter() - start
             print(f"{num_ranks} ranks: {len(rank_runs)} runs in {seconds:.0f} s", file=sys.stderr)
-        reference_key = lambda run: (run.task, run.layout.num_blocks, run.layout.policy)
+
+        def reference_key(run):
+            return (run.task, run.layout.num_blocks, run.layout.policy)
+
         expected = {
             key: train_in_one_process(run, arguments)
             for key, run in {reference_key(run): run for run in runs}.items()

@@ -70,7 +70,10 @@ def work(args):
     trainer.compile(keras.optimizers.SGD(1e-3), CrossEntropyLoss())
     shape = args.rows * micro_batches, args.length + 1
     ids = np.random.default_rng(0).integers(4, 64, shape).astype("int32")
-    step = lambda: trainer.train_on_batch(ids[:, :-1], ids[:, 1:])
+
+    def step():
+        return trainer.train_on_batch(ids[:, :-1], ids[:, 1:])
+
     for _ in range(3):
         step()
     live_bytes = passing_bytes(step)

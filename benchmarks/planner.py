@@ -154,9 +154,10 @@ def select_best_device(devices):
     """Return the fastest of several measurements of a device. Related values stay together."""
     best = dict(max(devices, key=lambda device: device["tflops_32_bit"]))
     best["tflops_16_bit"] = max(device["tflops_16_bit"] for device in devices)
-    large_transfer_seconds = lambda link: (
-        4e6 / (link["gb_per_second"] * 1e9) + 1e-6 * link["call_us"]
-    )
+
+    def large_transfer_seconds(link):
+        return 4e6 / (link["gb_per_second"] * 1e9) + 1e-6 * link["call_us"]
+
     best["links"] = {
         axis: min((device["links"][axis] for device in devices), key=large_transfer_seconds)
         for axis in best["links"]

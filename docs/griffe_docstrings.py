@@ -62,11 +62,17 @@ def _as_list(name, lines):
     lines = [line for line in lines if line.strip()]
     if name != "Call arguments":
         return lines
-    item = lambda match: f"- `{match[1]}`: {match[2]}" if match else None
+
+    def item(match):
+        return f"- `{match[1]}`: {match[2]}" if match else None
+
     return [item(_ARGUMENT.fullmatch(line)) or f"  {line.strip()}" for line in lines]
 
 
 def _with_code(lines):
     """Return lines with shapes formatted as code."""
-    as_code = lambda match: match[1] or f"`{match[2]}`"
+
+    def as_code(match):
+        return match[1] or f"`{match[2]}`"
+
     return [_SHAPE.sub(as_code, line) for line in lines]

@@ -19,13 +19,11 @@ def columns(lines: list[list], right: tuple[int, ...] = ()) -> list[str]:
         lines: List of rows of cells, the header first. Cells are converted with `str`.
         right: Indices of right-aligned columns.
     """
-    lines = [[str(cell) for cell in line] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    ]
+    aligned = []
+    for i, column in enumerate(zip(*lines)):
+        cells = list(map(str, column))
+        width = max(map(len, cells))
+        align = str.rjust if i in right else str.ljust
+        aligned.append([align(cell, width) for cell in cells])
+    lines = ["  ".join(row).rstrip() for row in zip(*aligned)]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

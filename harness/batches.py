@@ -47,7 +47,10 @@ def replica_share(of_all, num_rows=None):
     index, count = job.data_shard()
     num_rows = num_rows and num_rows // count
     ids = tf.TensorSpec([num_rows, None], "int32")
-    local_rows = lambda x: x[len(x) * index // count : len(x) * (index + 1) // count]
+
+    def local_rows(x):
+        return x[len(x) * index // count : len(x) * (index + 1) // count]
+
     return tf.data.Dataset.from_generator(
         lambda: (tf.nest.map_structure(local_rows, batch) for batch in of_all),
         output_signature=({"source": ids, "target": ids}, ids),

@@ -142,7 +142,10 @@ def _generate(model, inputs, searches):
     else:
         generate = functools.partial(model.generate, inputs["source"], max_length=8)
     streamed = {}
-    collect = lambda index, ids: streamed.setdefault(index, []).extend(ids)
+
+    def collect(index, ids):
+        return streamed.setdefault(index, []).extend(ids)
+
     outputs = {
         name: generate(**SEARCHES[name], **({"on_tokens": collect} if name == "ruled" else {}))
         for name in searches
@@ -188,7 +191,10 @@ def _with_segments(inputs, labels):
 
 def _divisible(inputs, labels):
     """Pad the sequences to a multiple of 16."""
-    pad = lambda ids: tf.pad(ids, [[0, 0], [0, -tf.shape(ids)[1] % 16]])
+
+    def pad(ids):
+        return tf.pad(ids, [[0, 0], [0, -tf.shape(ids)[1] % 16]])
+
     return tf.nest.map_structure(pad, inputs), pad(labels)
 
 

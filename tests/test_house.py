@@ -1,6 +1,7 @@
 """Promise: the package keeps its architecture: imports, file sizes, globals and docstrings."""
 
 import ast
+import collections
 import functools
 import graphlib
 import pathlib
@@ -11,6 +12,7 @@ import pytest
 
 from harness.code_size import count_lines, tokens_by_folder
 from harness.foreign_attributes import foreign_attributes
+from harness.golf import packed_code
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "dtransformer"
@@ -123,6 +125,8 @@ MAX_LINES = 380
 MAX_MEDIAN_LINES = 90
 # Maximum number of code tokens in the package, without docstrings and comments.
 TOKEN_BUDGET = 316_500
+# Nested comprehensions are allowed for lists of lists and dicts, but must stay rare.
+MAX_NESTED_COMPREHENSIONS = 8
 
 
 # Imports.
@@ -335,6 +339,16 @@ def test_package_stays_within_its_token_budget():
     sizes = tokens_by_folder(PACKAGE)
     total = sum(sizes.values())
     assert total <= TOKEN_BUDGET, f"{total:,} tokens of code, at most {TOKEN_BUDGET:,}: {sizes}"
+
+
+def test_statements_have_one_idea():
+    places = collections.defaultdict(list)
+    for path in FILES:
+        for kind, node in packed_code(parse(path)):
+            places[kind].append(f"{relative(path)}:{node.lineno}")
+    nested = places.pop("nested comprehension", [])
+    assert not places, dict(places)
+    assert len(nested) <= MAX_NESTED_COMPREHENSIONS, nested
 
 
 def test_globals_are_set_in_one_place():

@@ -92,10 +92,18 @@ class Network:
     def __init__(self, kind, implementation, blocks, h, n, m, f, length, rows, vocab_size):
         self.kind, self.implementation, self.n, self.m, self.d = kind, implementation, n, m, h // n
         self.rows, self.length = rows, length
-        one = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        def one(*shape):
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
         plain = kind in ("llama", "t5")
-        norms = lambda: (one(h),) if plain else (one(h), one(h))
-        product = lambda a, b: (one(a, b),) if plain else (one(a, b), one(b))
+
+        def norms():
+            return (one(h),) if plain else (one(h), one(h))
+
+        def product(a, b):
+            return (one(a, b),) if plain else (one(a, b), one(b))
+
         width = (n + 2 * m) * self.d
 
         def block(cross):
@@ -199,7 +207,10 @@ def compile_network(name, implementation, path):
     fused.is_cuda_compute_capability_equal = lambda *_: False
     network = Network(implementation=implementation, **NETWORKS[name])
     single_device = jax.sharding.SingleDeviceSharding(device())
-    on_card = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single_device)
+
+    def on_card(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single_device)
+
     ids = jax.ShapeDtypeStruct((network.rows, network.length), jnp.int32)
     arguments = jax.tree.map(on_card, (network.weights, ids, ids))
     traced = jax.jit(jax.value_and_grad(network.loss)).trace(*arguments)

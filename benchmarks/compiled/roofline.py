@@ -137,7 +137,10 @@ def summary(kernels: list[Kernel], rows: int = 0) -> dict:
         place = places["product " * kernel.is_product + kernel.place[-60:]]
         place[0], place[1] = place[0] + kernel.seconds, place[1] + kernel.times
     longest = sorted(places.items(), key=lambda item: -item[1][0])[:rows]
-    milliseconds = lambda seconds: round(seconds * 1e3, 2)
+
+    def milliseconds(seconds):
+        return round(seconds * 1e3, 2)
+
     return {
         "kernels": sum(kernel.times for kernel in kernels),
         "milliseconds": milliseconds(sum(kernel.seconds for kernel in kernels)),

@@ -112,13 +112,17 @@ def _function(implementation, options, jit_compile=None):
 
 
 def _differences(actual, expected):
-    wide = lambda x: tf.cast(x, "float32")
+    def wide(x):
+        return tf.cast(x, "float32")
+
     norms = [tf.norm(wide(x) - y) / tf.norm(y) for x, y in zip(actual, expected)]
     return [round(float(x), 6) for x in norms]
 
 
 def _milliseconds(run, repetitions=20):
-    wait = lambda results: [float(tf.cast(x[0, 0, 0, 0], "float32")) for x in results]
+    def wait(results):
+        return [float(tf.cast(x[0, 0, 0, 0], "float32")) for x in results]
+
     wait(run())
     with alone():
         start_time = time.perf_counter()

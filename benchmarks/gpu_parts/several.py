@@ -98,11 +98,16 @@ def _make_sum(layout, size):
     """Return a function that all-reduces tensors of a size in bytes and waits for the result."""
     if layout.ranks == 1:
         x = put_sharded(np.ones([layout.data, size // 4], "float32"))
-        add = lambda: axis_rules.relayout(tf.reduce_sum(x, 0), (None,))
+
+        def add():
+            return axis_rules.relayout(tf.reduce_sum(x, 0), (None,))
     else:
         with tf.device(f"{device_type()}:0"):
             x = tf.ones([size // 4])
-        add = lambda: job.horovod().allreduce(x, op=job.horovod().Sum, name=f"sums{size}")
+
+        def add():
+            return job.horovod().allreduce(x, op=job.horovod().Sum, name=f"sums{size}")
+
     function = tf.function(add, autograph=False)
 
     def call():

@@ -83,7 +83,9 @@ def make_run(workload, mode):
         optimizer.step()
         return loss.item()
 
-    as_tensors = lambda arrays: [None if x is None else torch.from_numpy(x) for x in arrays]
+    def as_tensors(arrays):
+        return [None if x is None else torch.from_numpy(x) for x in arrays]
+
     if hasattr(workload, "padded"):
         batches = [as_tensors(batch) for batch in workload.padded(by_length=mode == "by_length")]
 

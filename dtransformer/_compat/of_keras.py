@@ -62,6 +62,15 @@ def without_autocast() -> contextlib.AbstractContextManager:
     return AutocastScope(None)
 
 
+def autocast_scope(layer: keras.layers.Layer) -> contextlib.AbstractContextManager:
+    """Return a context manager that reads variables in the dtype that a layer reads them in.
+
+    Unnecessary if the scope that `keras.layers.Layer.__call__` opens were public.
+    """
+    casts = layer.autocast and tf.as_dtype(layer.compute_dtype).is_floating
+    return AutocastScope(layer.compute_dtype if casts else None)
+
+
 def variable_key(variable: tf.Variable) -> str:
     """Return the key that Keras' optimizers use for a `tf.Variable`.
 
@@ -369,7 +378,11 @@ class ShuffleOrder:
         adapter = array_data_adapter.ArrayDataAdapter(x, y, sample_weight, *options)
         with meanwhile(tf.random, shuffle=self._shuffled):  # Only Keras' code runs in here.
             dataset = adapter.get_tf_dataset()
-        adapter.get_tf_dataset = lambda: dataset
+
+        def get_tf_dataset():
+            return dataset
+
+        adapter.get_tf_dataset = get_tf_dataset
         return adapter
 
     def _shuffled(self, indices):

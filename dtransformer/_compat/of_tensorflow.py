@@ -32,7 +32,11 @@ def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
     all. `assert_cardinality` fails for an epoch that resumes in the middle. Unnecessary if Keras
     took the number of steps from each epoch.
     """
-    dataset.cardinality = lambda: tf.constant(number, tf.int64)
+
+    def cardinality():
+        return tf.constant(number, tf.int64)
+
+    dataset.cardinality = cardinality
     return dataset
 
 
@@ -282,7 +286,11 @@ def _patched_captures(function):
     `function` receives the original capture method and its arguments.
     """
     capture = FuncGraph.capture
-    FuncGraph.capture = lambda *args, **kwargs: function(capture, *args, **kwargs)
+
+    def patched(*args, **kwargs):
+        return function(capture, *args, **kwargs)
+
+    FuncGraph.capture = patched
     try:
         yield
     finally:
@@ -357,3 +365,22 @@ def forget_dtensor_device() -> None:
     Unnecessary if `shutdown_accelerator_system` did this.
     """
     api._reset()
+
+
+def captured(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor in the current function's graph, also for resources and eager tensors.
+
+    Unnecessary if `tf.identity` kept the resource of a handle.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return graph.capture(tensor) if isinstance(graph, FuncGraph) else tensor
+
+
+def add_functions_of(source: tf.Graph) -> None:
+    """Make the functions that another graph calls known to the current graph, and keep them.
+
+    Unnecessary if `tf.graph_util.import_graph_def` kept the functions of a graph's library.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    for function in source._functions.values():
+        graph._add_function_recursive(function)

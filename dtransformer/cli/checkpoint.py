@@ -48,7 +48,7 @@ def inspect(arguments: argparse.Namespace) -> None:
     print(f"{checkpoint.path}: step {checkpoint.step}, saved {saved_at}")
     if position is not None:
         print(f"Next: epoch {position['epoch'] + 1}, batch {position['batch'] + 1}")
-    ranks = f"{manifest['ranks']} rank{'s' * (manifest['ranks'] > 1)}"
+    ranks = "1 rank" if manifest["ranks"] == 1 else f"{manifest['ranks']} ranks"
     print(one_line(f"Saved by {ranks}: {', '.join(parallel) or 'default parallel config'}", None))
     print(f"Seed {manifest['seed']}; metrics: {manifest['metrics'] or 'none'}")
     print(f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB")

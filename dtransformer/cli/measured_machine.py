@@ -39,7 +39,8 @@ def measure_to(path: str | os.PathLike) -> None:
     device = measure_device("measured", round(own_memory_gb(), 3))
     if job.is_chief():
         write_text_atomically(path, text_of(device))
-        print(f"{path}: a device of {job.size()} rank{'s' * (job.size() > 1)}:\n{text_of(device)}")
+        ranks = "1 rank" if job.size() == 1 else f"{job.size()} ranks"
+        print(f"{path}: a device of {ranks}:\n{text_of(device)}")
     shutdown()
 
 

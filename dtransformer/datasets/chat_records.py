@@ -104,7 +104,7 @@ def conversation(
     """
     if template is None:
         raise InputError(f"{place}: A conversation requires a chat template. Set `data.template`.")
-    template_messages = [{k: x for k, x in turn.items() if k not in _MARKS} for turn in messages]
+    template_messages = list(map(_without_marks, messages))
     render = functools.partial(template.render, tools=tools)
     full_text = render(template_messages)
     if train_on == "all":
@@ -125,6 +125,10 @@ def conversation(
             f"{place}: `weight` or `train` excludes all answers from training. Remove the record."
         )
     return Rendered(full_text, spans, False)
+
+
+def _without_marks(message):
+    return {key: value for key, value in message.items() if key not in _MARKS}
 
 
 def _span(messages, index, full_text, render, place):

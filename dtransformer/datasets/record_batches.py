@@ -255,8 +255,8 @@ def prepared_lengths(
     Returns:
         A tuple of the list of indices of the remaining records, and the list of their sequences.
     """
-    is_long = [max(len(ids) for ids, _ in record) > length for record in rows]
-    cut = [[(ids[:length], labels[:length]) for ids, labels in record] for record in rows]
+    is_long = [is_longer(record, length) for record in rows]
+    cut = [cut_sequences(record, length) for record in rows]
     reason = f"{what} are longer than {length} tokens and are"
     if longer == "cut":
         lost = list(map(_has_lost_answer, rows, cut))
@@ -268,11 +268,19 @@ def prepared_lengths(
     return indices, [cut[i] for i in indices]
 
 
+def is_longer(record: list, length: int) -> bool:
+    """Return whether a sequence of a record has more than `length` tokens."""
+    return any(len(ids) > length for ids, _ in record)
+
+
+def cut_sequences(record: list, length: int) -> list:
+    """Return a record's pairs of ids and labels, cut to `length` tokens."""
+    return [(ids[:length], labels[:length]) for ids, labels in record]
+
+
 def _has_lost_answer(record, cut):
     """Return whether the cut removed all labels of a sequence or made the sequences equal."""
-    before, after = (
-        [np.not_equal(labels, IGNORED).any() for _, labels in sequences]
-        for sequences in (record, cut)
-    )
+    before = [np.not_equal(labels, IGNORED).any() for _, labels in record]
+    after = [np.not_equal(labels, IGNORED).any() for _, labels in cut]
     is_equal = np.array_equal(cut[0], cut[-1]) and not np.array_equal(record[0], record[-1])
     return before != after or is_equal

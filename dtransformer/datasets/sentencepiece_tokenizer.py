@@ -128,10 +128,13 @@ class SentencePieceTokenizer(PublishedTokenizer):
             self._library_for(adds_prefix).tokenize(tf.constant(texts)).to_list() if texts else []
         )
 
+    def _without_silent_ids(self, row):
+        return [token_id for token_id in row if token_id not in self._silent_ids]
+
     def _texts(self, rows):
         if not rows:
             return []
-        rows = [[token_id for token_id in row if token_id not in self._silent_ids] for row in rows]
+        rows = list(map(self._without_silent_ids, rows))
         decoded = self._library_for(True).detokenize(
             tf.ragged.constant(rows, "int32", ragged_rank=1)
         )

@@ -190,8 +190,10 @@ class SubwordTokenizer(BaseTokenizer):
         return None  # The piece of a word includes its space, so a stop text is encoded instead.
 
     def _texts(self, rows):
-        rows = [
-            [token_id for token_id in row if token_id not in (_PAD, _START, _END)] for row in rows
-        ]
+        rows = list(map(_without_special_ids, rows))
         texts = self._library.decode_batch(rows, skip_special_tokens=False)
         return [" ".join(filter(None, text.split(" "))) for text in texts]
+
+
+def _without_special_ids(row):
+    return [token_id for token_id in row if token_id not in (_PAD, _START, _END)]

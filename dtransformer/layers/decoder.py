@@ -6,7 +6,7 @@ from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
-from dtransformer.parallel.zero.gather import unsharding_ahead
+from dtransformer.parallel.zero.units import start_unit
 
 
 @register
@@ -72,8 +72,8 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is not None:
             masks = decoder_mask, memory_mask
-            with unsharding_ahead([inputs]):
-                return self._compute(inputs, encoder_output, position_table, *masks, cache)
+            start_unit(inputs, self.variables)
+            return self._compute(inputs, encoder_output, position_table, *masks, cache)
         if encoder_output is None:
             raise ValueError("`encoder_output` is missing. Pass the memory, a [b, s, h] tensor.")
         decoder_mask = mask_or_keras_mask(decoder_mask, inputs)

@@ -20,7 +20,7 @@ from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
-from dtransformer.parallel.zero.gather import unsharding_ahead
+from dtransformer.parallel.zero.units import start_unit
 
 # Arguments that blocks pass to all attention layers, and to self-attention only.
 _ATTENTION_OPTIONS = (
@@ -266,8 +266,8 @@ class TransformerEncoderLayer(TransformerBlock):
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is not None:
             rest = position_table, cache, prefix_mask
-            with unsharding_ahead([inputs]):
-                return self._compute(inputs, attention_mask, False, *rest)
+            start_unit(inputs, self.variables)
+            return self._compute(inputs, attention_mask, False, *rest)
         attention_mask = mask_or_keras_mask(attention_mask, inputs)
 
         def compute(x, *rest):

@@ -142,16 +142,13 @@ def load_lora(
     new_kernels = {path: settings for path, settings in kernels.items() if path not in present}
 
     def check():
-        mismatches = [
-            f"{path} has {', '.join(f'{name} {x}' for name, x in current.items())} in the network"
-            for path, current in present.items()
-            if current != kernels.get(path)
-        ]
-        if mismatches:
-            raise InputError(
-                f"{folder} does not match the network's adapters: {mismatches[0]}. Load the folder "
-                "into a network without adapters."
-            )
+        for path, current in present.items():
+            if current != kernels.get(path):
+                settings = ", ".join(f"{name} {x}" for name, x in current.items())
+                raise InputError(
+                    f"{folder} does not match the network's adapters: {path} has {settings} in the "
+                    "network. Load the folder into a network without adapters."
+                )
 
     together(check, "lora/same")
     add_adapters(network, new_kernels, freeze_others)

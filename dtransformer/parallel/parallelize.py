@@ -5,8 +5,8 @@ expert
    parallelism), then over the data-parallel group (zero).
 2. Build a layer: only on its pipeline stage. Other stages keep its shapes.
 3. Call a layer: only on its stage. Other stages get placeholders or received tensors.
-4. Call a block: unshard its weights one block ahead (zero), trace equal blocks once
-   (`shared_blocks`), and run it again in the backward pass (recompute).
+4. Call a block: all-gather its weights one block ahead (zero). Otherwise trace equal blocks once
+   (`shared_blocks`). Run it again in the backward pass if configured (recompute).
 5. Within a block, `tensor_parallel`, `context_parallel` and `expert_parallel` compute products,
    attention and experts. Without a mesh, these are plain operations.
 
@@ -22,7 +22,8 @@ from dtransformer.parallel.ops.split_backward import is_splitting_backward
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatched
 from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_stage
 from dtransformer.parallel.recompute.recompute import recomputed, sum_gradients_first
-from dtransformer.parallel.zero.gather import unsharding_ahead
+from dtransformer.parallel.zero import units
+from dtransformer.parallel.zero.units import is_unit, start_unit
 
 # Wrap a layer's `build`, and its `call` after Keras has built, cast and masked.
 build_method = built_on_its_stage
@@ -44,6 +45,9 @@ def run_block(
     Returns:
         The result of `function(*inputs, *masks)`.
     """
+    if training and is_unit(block.variables):
+        return units.run_block(block, function, inputs, masks, block.recompute_config)
+    start_unit(inputs[0], block.variables)
 
     def compute(*tensors):
         block_inputs = tensors[: len(inputs)]
@@ -59,9 +63,6 @@ def run_block(
             return recomputed(compute_block, block_inputs, block.variables, config, block.add_loss)
         return function(*sum_gradients_first(block_inputs), *mask_tensors)
 
-    with unsharding_ahead(inputs) as output:
-        if block.shared is None or is_splitting_backward():
-            result = compute(*inputs, *masks)
-        else:
-            result = block.shared(block, compute, [*inputs, *masks], training)
-        return output(result) if training else result
+    if block.shared is None or is_splitting_backward():
+        return compute(*inputs, *masks)
+    return block.shared(block, compute, [*inputs, *masks], training)

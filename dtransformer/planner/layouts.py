@@ -77,8 +77,10 @@ class Layouts:
     def joined(cls, parts: Iterable["Layouts"]) -> "Layouts":
         """Return the concatenation of several tables of layouts."""
         parts = list(parts)
-        names = cls.__dataclass_fields__
-        return cls(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
+        columns = {}
+        for name in cls.__dataclass_fields__:
+            columns[name] = np.concatenate([getattr(part, name) for part in parts])
+        return cls(**columns)
 
     def __len__(self):
         return len(self.model)

@@ -56,12 +56,11 @@ def stage_kinds(model: ModelShape, placement: Placement) -> tuple[StageKind, ...
     first_stages = {}
     stage_of_chunk = placement.stage_of_chunk
     for stage in range(stages):
-        key = (*counts[stage], stage == stage_of_chunk[0], stage == stage_of_chunk[-1])
-        first_stages.setdefault(key, stage)
-    return tuple(
-        StageKind(first, tuple(int(c) for c in key[:-2]), bool(key[-2]), bool(key[-1]))
-        for key, first in first_stages.items()
-    )
+        blocks = tuple(map(int, counts[stage]))
+        is_first = bool(stage == stage_of_chunk[0])
+        is_last = bool(stage == stage_of_chunk[-1])
+        first_stages.setdefault((blocks, is_first, is_last), stage)
+    return tuple(StageKind(stage, *key) for key, stage in first_stages.items())
 
 
 def worst_stage_costs(model: ModelShape, layouts: Layouts, cost: Callable) -> dict[str, np.ndarray]:

@@ -126,12 +126,9 @@ def _task_class(config):
 def _adapter_targets(patterns):
     """Return the planner's names of all kernels that the adapters' patterns match."""
     weight_paths = importlib.import_module("dtransformer.models.weight_paths")  # imports TensorFlow
-    paths = {
-        name: [f"{x}/{name}_kernel" for x in layers] for name, layers in _ADAPTABLE_KERNELS.items()
-    }
-    paths["head"] = ["head/kernel"]
-    return tuple(
-        name
-        for name, kernels in paths.items()
-        if any(weight_paths.is_matched(kernel, patterns) for kernel in kernels)
-    )
+    paths = []
+    for name, layers in _ADAPTABLE_KERNELS.items():
+        paths += [(name, f"{layer}/{name}_kernel") for layer in layers]
+    paths.append(("head", "head/kernel"))
+    names = [name for name, path in paths if weight_paths.is_matched(path, patterns)]
+    return tuple(dict.fromkeys(names))

@@ -121,11 +121,11 @@ def save_config(config: RunConfig, path: str | os.PathLike) -> None:
     """Write all options of a run to a YAML file."""
     from dtransformer.inputs.files import write_text_atomically
 
-    content = {
-        name: {key_of(field): value for field, value in dataclasses.asdict(section).items()}
-        for name, section in config.sections().items()
-    }
-    write_text_atomically(path, yaml_text({"task": config.task, **content}))
+    content = {"task": config.task}
+    for name, section in config.sections().items():
+        fields = dataclasses.asdict(section)
+        content[name] = {key_of(field): value for field, value in fields.items()}
+    write_text_atomically(path, yaml_text(content))
 
 
 def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:

@@ -161,10 +161,8 @@ def _check_training(task, parallel, overwrite, ranks):
     if math.prod(degrees) > 1 or (parallel.optimizer_shard and parallel.data_parallel > 1):
         with parallel_config(parallel), refusing("training.optimizer"):
             check_elementwise(optimizer)
-    trained, total = (
-        sum(math.prod(weight.shape) for weight in weights)
-        for weights in (task.core.trainable_variables, task.core.variables)
-    )
+    trained = sum(math.prod(weight.shape) for weight in task.core.trainable_variables)
+    total = sum(math.prod(weight.shape) for weight in task.core.variables)
     print(
         f"Checked: {trained:,} of {total:,} parameters are trained, {num_batches:,} batches per epoch; "
         "network, weights, optimizer and exports are in order"

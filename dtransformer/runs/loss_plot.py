@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import statistics
 from html import escape
 
 from dtransformer.inputs.files import write_text_atomically
@@ -63,4 +64,4 @@ def _points(records, name):
     points = [point for point in sorted(losses.items()) if math.isfinite(point[1])]
     size = -(-len(points) // _MAX_POINTS) or 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
-    return [tuple(sum(axis) / len(part) for axis in zip(*part)) for part in parts]
+    return [tuple(map(statistics.fmean, zip(*part))) for part in parts]

@@ -21,8 +21,8 @@ from dtransformer import _compat
 from dtransformer.errors import one_line
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_elsewhere, placed_layers
-from dtransformer.parallel.recompute.recompute import StateScope
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing.state_scope import StateScope
 
 # How to combine a state's changes over the parts of a batch.
 MEAN = "mean"

@@ -76,7 +76,10 @@ def faithful_data(args):
     if dtransformer.is_chief():
         print(f"{len(examples.source):,} pairs, {len(dataset)} steps per epoch")
     index, count = dtransformer.data_shard()
-    rows = lambda *batch: tf.nest.map_structure(lambda x: x[index::count], batch)
+
+    def rows(*batch):
+        return tf.nest.map_structure(lambda x: x[index::count], batch)
+
     special = {"pad_id": PAD, "start_id": PAD, "end_id": EOT}
     return dataset.map(rows).cache().prefetch(1), special, args.vocab_size, {}
 

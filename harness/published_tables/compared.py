@@ -240,7 +240,10 @@ def lines_of(tables: list[Table], form: Callable) -> list[str]:
         verdict = "equal" if is_exact else "error"
         cells = [("case", f"published, {table.unit}", f"planner, {table.unit}", verdict)]
         for row in table.rows:
-            number = lambda value: f"{value:,.{2 if row.digits is None else row.digits}f}"
+
+            def number(value):
+                return f"{value:,.{2 if row.digits is None else row.digits}f}"
+
             message = ("yes" if row.is_same else "no") if is_exact else f"{row.error:+.1%}"
             cells.append((row.what, number(row.published), number(row.ours), message))
         lines += ["", f"## {table.title}", "", *form(cells), ""]

@@ -48,7 +48,10 @@ def predicted_seconds(steps: list[Measured], system: System, device=None, level:
 
 def measured_layouts(steps: list[Measured], level: int = 0) -> Layouts:
     """Return measured steps as `Layouts`."""
-    column = lambda get: np.array([get(step) for step in steps])
+
+    def column(get):
+        return np.array([get(step) for step in steps])
+
     data, micro = column(lambda s: s.data), column(lambda s: s.micro_batch)
     return Layouts.of(
         model=column(lambda s: s.tensor),

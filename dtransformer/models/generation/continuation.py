@@ -86,7 +86,7 @@ class Continuation:
         mask = Segments(is_token, is_token, None if last else is_token)
         _, prefixes = model.blocks(x, mask, cache=[{} for _ in model.blocks.blocks])
         if last is None:
-            prefixes = [{name: x[:, :, :-1] for name, x in tensors.items()} for tensors in prefixes]
+            prefixes = tf.nest.map_structure(lambda x: x[:, :, :-1], prefixes)
         batch_size = static_or_dynamic_shape(source)[0]
         empty = model.blocks.init_cache(batch_size, capacity, search.num_beams)
         return {

@@ -77,10 +77,11 @@ def reduce_scatter(
         total = transport.reduce_scatter(_concat(shards, 1), group, name, result_dtype)
     else:
         sizes = [division.sizes[group.index] for division in divisions]
-        sections = [
-            _concat([tf.reshape(x, [-1])[slice(*d.range_of(i))] for x, d in zip(sent, divisions)])
-            for i in range(group.size)
-        ]
+        sections = []
+        for i in range(group.size):
+            ranges = [slice(*division.range_of(i)) for division in divisions]
+            parts = [tf.reshape(x, [-1])[part] for x, part in zip(sent, ranges)]
+            sections.append(_concat(parts))
         total = transport.reduce_scatter_sections(sections, group, name, result_dtype)
     return tf.split(total, sizes) if len(sizes) > 1 else [total]
 

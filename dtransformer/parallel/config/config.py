@@ -127,8 +127,9 @@ class TransformerRecomputeConfig(validators.Checked):
         recompute: Boolean. Whether to recompute full blocks. Defaults to `False`.
         mp_comm_recompute: Boolean. Whether to also recompute the results of model-parallel collectives.
             `False` stores them. Defaults to `True`.
-        parallel_optimizer_comm_recompute: Boolean. Whether to all-gather weights again in the backward
-            pass under `optimizer_shard=3`. `False` keeps them. Defaults to `False`.
+        parallel_optimizer_comm_recompute: Boolean. Whether to free a block's weights after the
+            repeated forward pass under `optimizer_shard=3`, and all-gather them a third time. `False`
+            keeps them for the gradients. Defaults to `False`.
         recompute_slice_activation: Boolean. Whether to shard stored block inputs over the model axis.
             Defaults to `False`.
         select: Tuple of the parts `"attention"`, `"feed_forward"` and `"norm"` to recompute in blocks

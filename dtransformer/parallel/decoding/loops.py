@@ -195,11 +195,15 @@ class _StagedDecoding:
     def __init__(self, network, make, on_tokens, source_shape, max_length):
         self._shape = source_shape
         self._on_tokens = on_tokens
-        self._make = lambda seed=None: make(max_length, seed)
+        self._make_decoding = make
+        self._max_length = max_length
         self._encode = ForwardPass(network, self._compute_cache, "encode")
         self._step = ForwardPass(network, self._compute_logits, "decode")
         self._update = tf.function(self._choose, autograph=False)
         self._devices = self._encode.devices
+
+    def _make(self, seed=None):
+        return self._make_decoding(self._max_length, seed)
 
     def _compute_cache(self, source, _):
         decoding = self._make()

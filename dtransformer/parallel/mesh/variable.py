@@ -17,6 +17,7 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.mesh.axis_rules import axis_size, make_layout, relayout
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.shard_bounds import shape_of
 from dtransformer.parallel.weights.sharded_variable import ShardBounds, ShardedVariable, StoredValue
 
 
@@ -144,7 +145,7 @@ class LocalShards:
         self._device_shards = list(zip(mesh.local_devices(), shard_indices))
         self._first_indices = [shard_indices.index(index) for index in range(len(self.distinct))]
         self.first_devices = [mesh.local_devices()[first] for first in self._first_indices]
-        self.shapes = [tuple(stop - start for start, stop in bounds) for bounds in self.distinct]
+        self.shapes = list(map(shape_of, self.distinct))
 
     def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return a DTensor of shards: tensors or variables in the order of `distinct`."""

@@ -175,12 +175,13 @@ class MeshExecutor(LocalExecutor):
         return [shard for tensor, x in pairs for shard in self._local_shards(tensor).unpack(x)]
 
     def from_shards(self, tensors, shards):
-        shards = iter(shards)
-        all_local_shards = [self._local_shards(tensor) for tensor in tensors]
-        return [
-            local_shards.pack([next(shards) for _ in local_shards.distinct])
-            for local_shards in all_local_shards
-        ]
+        remaining = iter(shards)
+        packed = []
+        for tensor in tensors:
+            local_shards = self._local_shards(tensor)
+            values = [next(remaining) for _ in local_shards.distinct]
+            packed.append(local_shards.pack(values))
+        return packed
 
     def local(self, results):
         return tf.nest.map_structure(lambda x: None if x is None else local_value(x), results)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.parallel.config.config import TransformerRecomputeConfig
 from dtransformer.parallel.mesh.axis_rules import (
     activation_specs,
@@ -23,7 +22,7 @@ from dtransformer.parallel.mesh.axis_rules import (
 from dtransformer.parallel.ops.custom_gradient import after, custom_gradient, seed_after
 from dtransformer.parallel.ops.split_backward import not_splitting_backward
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
+from dtransformer.parallel.tracing.auxiliary_metrics import report_all
 from dtransformer.parallel.tracing.dropout_seed import (
     current_dropout_seed,
     dropout_seed,
@@ -31,8 +30,8 @@ from dtransformer.parallel.tracing.dropout_seed import (
     use_random_ids,
 )
 from dtransformer.parallel.tracing.scoped import Scoped
-from dtransformer.parallel.weights.sharded_variable import trained_value
-from dtransformer.parallel.zero.gather import RecomputedUnsharding
+from dtransformer.parallel.tracing.state_scope import SideEffects, StateScope
+from dtransformer.parallel.zero.gather import full_trained_value
 
 _saved_sums = Scoped("saved_sums")
 """`(sums, is_recomputing)`, where `sums` is the list of results that `keep_for_recompute` saves."""
@@ -73,45 +72,29 @@ def recomputed(
     slices = config.recompute_slice_activation and trace.is_on_mesh()
     shard = _shard_length if slices else _identity
     unshard = _unshard_length if slices else _identity
-    unsharding = RecomputedUnsharding(weights, keeps=not config.parallel_optimizer_comm_recompute)
-    full_weights = unsharding.others
-    with _compat.without_autocast():  # Gradients have the dtype of the stored weights.
-        values = [tf.convert_to_tensor(trained_value(weight)) for weight in full_weights]
-        values += unsharding.shards()
+    values = list(map(full_trained_value, weights))
     seed = current_dropout_seed()
     random_ids = replaced_random_ids()
     is_training_step = trace.is_training_step()
     num_inputs = len(inputs)
-    metric_names = []
-    states = []
+    effects = SideEffects()
 
-    def run(args, seed, sums, dy=None):
-        """Compute the function: the second time with the gradient `dy` of its result.
-
-        Returns a list of the result and the added losses. The first time, the values of auxiliary
-        metrics and the new values of states follow.
-        """
-        num_tensors = num_inputs + len(full_weights)
-        scope = StateScope(zip(full_weights, args[num_inputs:num_tensors]), collect_losses=True)
+    def run(args, seed, sums, is_recomputing=False):
+        """Compute the function. See `SideEffects.trace` for the results."""
+        scope = StateScope(zip(weights, args[num_inputs:]), collect_losses=True)
         saved_sums = _saved_sums.get()
         if not config.mp_comm_recompute and trace.is_on_mesh():
-            saved_sums = sums, dy is not None
+            saved_sums = sums, is_recomputing
         with (
             dropout_seed(seed),
             use_random_ids(random_ids),
             not_splitting_backward(),
             trace.training_step(is_training_step),
-            scope,
-            unsharding.scope(args[num_tensors:], dy),
             _saved_sums.set(saved_sums),
-            collecting(is_collecting() and dy is None) as metrics,
         ):
-            results = [function(*args[:num_inputs]), *scope.losses]
-            if dy is not None:
-                return results
-            metric_names[:] = metrics
-            states[:] = scope.states.values()
-            return [*results, *metrics.values(), *map(scope.get_current_value, states)]
+            return effects.trace(
+                lambda: function(*args[:num_inputs]), scope, collects=not is_recomputing
+            )
 
     @custom_gradient
     def forward(*args):
@@ -119,54 +102,30 @@ def recomputed(
         # second one unshards the saved inputs.
         args = [*map(unshard, args[:num_inputs]), *args[num_inputs:]]
         sums = []
-        results = run(args, seed, sums)
+        results, others = run(args, seed, sums)
         saved_inputs = [shard(x) for x in args[:num_inputs]]
 
         def gradient(dy, *other_gradients):
             recomputed_args = [after(unshard(x), dy) for x in saved_inputs] + args[num_inputs:]
             with tf.GradientTape() as tape:
                 tape.watch(recomputed_args)
-                results = run(recomputed_args, seed_after(seed, dy), list(sums), dy)
+                results, _ = run(
+                    recomputed_args, seed_after(seed, dy), list(sums), is_recomputing=True
+                )
             upstream = [dy, *other_gradients][: len(results)]
             gradients = tape.gradient(
                 results, recomputed_args, upstream, unconnected_gradients="zero"
             )
             return [*map(unshard, gradients[:num_inputs]), *gradients[num_inputs:]]
 
-        return results, gradient
+        return [*results, *others], gradient
 
-    result, *extra_results = forward(*inputs, *values)
-    num_losses = len(extra_results) - len(metric_names) - len(states)
-    if add_loss is not None:
-        add_loss(extra_results[:num_losses])
-    report_all(dict(zip(metric_names, extra_results[num_losses:])))
-    for variable, value in zip(states, extra_results[num_losses + len(metric_names) :]):
-        variable.assign(value)
-    return result
+    def report(losses, metrics):
+        if add_loss is not None:
+            add_loss(losses)
+        report_all(metrics)
 
-
-class StateScope(keras.StatelessScope):
-    """Scope inside another scope that records updated variables.
-
-    Attributes:
-        states: Dict from ids of updated variables to the variables. The seeds of Keras' own dropout
-            are not included.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.states = {}
-
-    def add_update(self, update):
-        super().add_update(update)
-        if update[0].dtype != "uint32":
-            self.states[id(update[0])] = update[0]
-
-    def get_current_value(self, variable):
-        value = super().get_current_value(variable)
-        if value is None and self.original_scope is not None:
-            value = self.original_scope.get_current_value(variable)
-        return value
+    return effects.publish(forward(*inputs, *values), report)
 
 
 def keep_for_recompute(compute: Callable[[], tf.Tensor]) -> tf.Tensor:

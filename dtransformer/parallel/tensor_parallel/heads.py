@@ -9,7 +9,6 @@ from dtransformer.parallel.ops.split_backward import is_split
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
-from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 
 Weight = tf.Tensor | keras.Variable
 
@@ -20,8 +19,8 @@ def project_to_heads(
     """Return x · kernel + bias for each kernel, in heads.
 
     On one device, all kernels are multiplied in one product, since wide products are faster.
-    Kernels are multiplied separately in decoding, which has few rows, on a mesh, and if a kernel is
-    sharded, has an adapter or a deferred gradient.
+    Kernels are multiplied separately in decoding, which has few rows, on a mesh, and if a kernel has
+    an adapter or a deferred gradient.
 
     Args:
         x: Tensor of shape `[b, s, h]`.
@@ -32,8 +31,7 @@ def project_to_heads(
         A list of tensors of shape `[b, n, s, d]`.
     """
     needs_separate_products = (
-        is_unsharded_for_use(kernel) or is_split(kernel) or low_rank_of(kernel) is not None
-        for kernel in kernels
+        is_split(kernel) or low_rank_of(kernel) is not None for kernel in kernels
     )
     decodes = trace.is_decoding_loop()
     if trace.is_on_mesh() or decodes or any(needs_separate_products):

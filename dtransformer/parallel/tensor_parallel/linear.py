@@ -35,8 +35,7 @@ from dtransformer.parallel.ops.split_backward import is_split, product
 from dtransformer.parallel.recompute.recompute import keep_for_recompute
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
-from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
-from dtransformer.parallel.zero.gather import apply_unsharded
+from dtransformer.parallel.zero.units import run_product
 
 
 def length_axis_of(shape: Iterable[int | None]) -> str | None:
@@ -122,13 +121,15 @@ def matmul(
     Returns:
         A tensor of shape `[..., *outputs]`.
     """
-    if is_split(kernel) and not transpose_kernel and not is_unsharded_for_use(kernel):
+    if is_split(kernel) and not transpose_kernel:
         batch = static_or_dynamic_shape(x)[: len(x.shape) - num_inputs]
         rows = tf.reshape(x, [-1, math.prod(kernel.shape[:num_inputs])])
         return tf.reshape(product(rows, kernel, num_inputs), [*batch, *kernel.shape[num_inputs:]])
-    return apply_unsharded(
-        lambda x, kernel: _matmul(x, kernel, num_inputs, transpose_kernel), x, kernel
-    )
+
+    def multiply(x, kernel):
+        return _matmul(x, kernel, num_inputs, transpose_kernel)
+
+    return run_product(multiply, x, kernel)
 
 
 def _matmul(x, kernel, num_inputs, transpose_kernel):

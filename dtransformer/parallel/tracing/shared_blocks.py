@@ -58,7 +58,7 @@ class SharedBlocks:
     def __call__(self, block, compute: Callable, tensors: Sequence, training: bool) -> tf.Tensor:
         """Return `compute(*tensors)`, computed by the shared function of equal blocks.
 
-        Blocks that cannot share a function call `compute` directly. See `_can_share`.
+        Blocks that cannot share a function call `compute` directly. See `can_share`.
 
         Args:
             block: Layer that `compute` calls.
@@ -68,7 +68,7 @@ class SharedBlocks:
             training: Boolean, whether to apply dropout.
         """
         layers = EqualLayers([block])
-        if not _can_share(layers):
+        if not can_share(layers) or any(map(is_unsharded_for_use, layers.weights)):
             return compute(*tensors)
         key = training, is_collecting(), layers.signature()
         if key not in self._functions:
@@ -80,7 +80,7 @@ class SharedBlocks:
             _calls.get().setdefault(scope, []).append(tf.get_current_name_scope())
         values = layers.weight_values()
         seed = current_dropout_seed() if training else None
-        ids = _pack_ids(layers.random_ids())
+        ids = pack_ids(layers.random_ids())
         stops_gradients = _should_stop_gradients(tensors, values)
         result, losses, metrics = function(list(tensors), values, seed, ids, stops_gradients)
         layers.report(traced_layers, losses, metrics)
@@ -105,7 +105,7 @@ def _make_function(layers, compute, is_called, name_scope):
     return tf.function(run, autograph=False, experimental_attributes=attributes)
 
 
-def _pack_ids(ids):
+def pack_ids(ids: list[int | tf.Tensor]) -> tf.Tensor:
     """Return the ids of random layers as an int32 tensor."""
     if any(map(tf.is_tensor, ids)):
         return tf.stack(ids)
@@ -125,7 +125,7 @@ def _should_stop_gradients(tensors, values):
     return _compat.is_on_a_tape(values) and not _compat.is_on_a_tape(inputs)
 
 
-def _can_share(layers):
+def can_share(layers: EqualLayers) -> bool:
     """Return whether a block can share a function with equal blocks.
 
     All its layers must come from this package, because other layers may change states. The block
@@ -140,5 +140,4 @@ def _can_share(layers):
         and not _compat.is_compiled_by_xla()
         and all(map(is_from_package, layers.inner))
         and not any(getattr(layer, "sends", False) for layer in layers.inner)
-        and not any(map(is_unsharded_for_use, layers.weights))
     )

@@ -140,10 +140,11 @@ class Partition:
     @property
     def updated_elements(self) -> tuple[int, ...]:
         """Number of elements that each rank of the group updates, including padding."""
-        return tuple(
-            sum(parameter.updated_elements(index) for parameter in self.parameters)
-            for index in range(self.num_shards)
-        )
+        totals = [0] * self.num_shards
+        for parameter in self.parameters:
+            for index in range(self.num_shards):
+                totals[index] += parameter.updated_elements(index)
+        return tuple(totals)
 
     @property
     def balance(self) -> float:

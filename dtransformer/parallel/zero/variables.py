@@ -98,7 +98,8 @@ class FullyShardedVariable(FlatShardedVariable):
 
     @property
     def trained_value(self) -> tf.Tensor:
-        return self.shards[0].value
+        value = _compat.stateless_value(self)
+        return self.shards[0].value if value is None else value
 
     def _read(self):
         if current_unsharding() is not None:

@@ -8,7 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from dtransformer.datasets.record_batches import EncodedRecords, RecordBatches, prepared_lengths
+from dtransformer.datasets.record_batches import (
+    EncodedRecords,
+    RecordBatches,
+    cut_sequences,
+    is_longer,
+    prepared_lengths,
+)
 from dtransformer.datasets.records import Record, read_records
 from dtransformer.datasets.sample import evenly_spread
 from dtransformer.errors import InputError
@@ -30,11 +36,11 @@ class RecordTask(Task):
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
             self.needed("data", "train")
-        parts = {
-            name: [self._read_source(source) for source in getattr(self.config.data, name)]
-            for name in PARTS
-            if part in (None, name) and getattr(self.config.data, name)
-        }
+        parts = {}
+        for name in PARTS:
+            sources = getattr(self.config.data, name)
+            if part in (None, name) and sources:
+                parts[name] = [self._read_source(source) for source in sources]
         for name, sources in parts.items():
             self.digests[name] = digest_of_records(x for source in sources for _, x in source)
         self.find_tokenizer(lambda: self._sample_texts(parts))
@@ -98,9 +104,7 @@ class RecordTask(Task):
             source_targets = []
             for start in range(0, len(source), _GROUP_SIZE):
                 group, group_targets = self.encode(source[start : start + _GROUP_SIZE])
-                source_rows += [
-                    [[np.asarray(x, np.int32) for x in pair] for pair in record] for record in group
-                ]
+                source_rows += map(_as_int32, group)
                 source_targets += group_targets or ()
             kept, source_rows = prepared_lengths(
                 source_rows, options.length, longer, f"Records ({name})"
@@ -180,8 +184,8 @@ class RecordTask(Task):
         for start in range(0, len(placed), _GROUP_SIZE):
             part = placed[start : start + _GROUP_SIZE]
             rows = self.encode_inputs(part)
-            self.num_cut += sum(any(len(ids) > length for ids, _ in row) for row in rows)
-            rows = [[(ids[:length], labels[:length]) for ids, labels in row] for row in rows]
+            self.num_cut += sum(is_longer(row, length) for row in rows)
+            rows = [cut_sequences(row, length) for row in rows]
             no_targets = [[0.0, 0.0]] * len(rows)
             self.records = {"inputs": EncodedRecords(rows, no_targets, self.tokenizer.pad_id or 0)}
             outputs = self.predictions(trainer, "inputs").astype(np.float32)
@@ -222,14 +226,13 @@ class RecordTask(Task):
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
         records = self.records.get("train") or self.records["dev"]
-        return [
-            [
-                piece
-                for side in range(records.num_sequences)
-                for piece in self._pieces(*records.sequence(place, side))
-            ]
-            for place in range(min(number, len(records)))
-        ]
+        previews = []
+        for place in range(min(number, len(records))):
+            pieces = []
+            for side in range(records.num_sequences):
+                pieces += self._pieces(*records.sequence(place, side))
+            previews.append(pieces)
+        return previews
 
     def _pieces(self, ids, labels):
         """Return the text of ids as (text, has_labels) pairs."""
@@ -242,3 +245,8 @@ class RecordTask(Task):
         return [
             (decode(ids[a:b]), bool(has_label[a])) for a, b in itertools.pairwise(bounds) if b > a
         ]
+
+
+def _as_int32(record):
+    """Return a record's pairs of ids and labels as int32 arrays."""
+    return [[np.asarray(values, np.int32) for values in pair] for pair in record]
