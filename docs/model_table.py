@@ -12,8 +12,8 @@ from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import WITH_VECTORS, task_heads
 from tests.distributed.parity_runs import RUNS
-from tests.models.pretrained.family_rows import ADAPTERS, FORM_OF, PRESETS_OF
-from tests.models.pretrained.published import FAMILY_OF
+from tests.models.pretrained.family_rows import ADAPTERS, NETWORK_FORMS, PRESET_PATTERNS
+from tests.models.pretrained.published import MODEL_FAMILIES
 
 PAGE = pathlib.Path(__file__).with_name("models.md")
 BEGIN, END = "<!-- Written by docs/model_table.py. -->\n", "<!-- End of the written part. -->\n"
@@ -21,19 +21,19 @@ HEADER = """| family | class in `transformers` | heads | tested layouts |
 |---|---|---|---|
 """
 HEAD_NAMES = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token"}
-# Network in harness/networks.py with the blocks of a family that `FORM_OF` does not list.
+# Network in harness/networks.py with the blocks of a family that `NETWORK_FORMS` does not list.
 DEFAULT_FORMS = {"CausalLM": "llama", "MaskedLM": "bert", "EncoderDecoderLM": "bart"}
 
 
 def presets(family):
     """Return the names of the published sizes of a family."""
-    pattern = PRESETS_OF.get(family, f"{family}_")
+    pattern = PRESET_PATTERNS.get(family, f"{family}_")
     return [name for name in ARCHITECTURES if re.match(pattern, name)]
 
 
 def models_in_tests(family):
     """Return the names of the models of a family that the tests compare with `transformers`."""
-    return [name for name, model_family in FAMILY_OF.items() if model_family == family]
+    return [name for name, model_family in MODEL_FAMILIES.items() if model_family == family]
 
 
 def count_layouts(form):
@@ -44,7 +44,7 @@ def count_layouts(form):
 
 def row(family):
     """Return the cells of a family."""
-    form = FORM_OF.get(family) or DEFAULT_FORMS[FAMILIES[family].network.__name__]
+    form = NETWORK_FORMS.get(family) or DEFAULT_FORMS[FAMILIES[family].network.__name__]
     heads = [HEAD_NAMES[name] for name in task_heads(family)]
     if family in WITH_VECTORS:
         heads.append("vectors")

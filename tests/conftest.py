@@ -14,7 +14,7 @@ import dtransformer
 from harness.quick import compile_quickly
 from tests import durations, tiers
 from tests.long_tests import is_long
-from tests.shared_runs import SharedRuns, read_by, shared_folder
+from tests.shared_runs import SharedRuns, requested_runs, shared_folder
 
 # This file starts most ranks. Other workers run tests without ranks in the meantime.
 FIRST_FILE = "test_parity.py"
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("tier") == "check":
         deselect(config, items, lambda item: item.get_closest_marker("tensorflow"))
     if part := config.getoption("part"):
-        is_in_part = lambda item: tiers.is_in_part(item.nodeid, read_by([item]), *part)
+        is_in_part = lambda item: tiers.is_in_part(item.nodeid, requested_runs([item]), *part)
         deselect(config, items, lambda item: not is_in_part(item))
     seconds = durations.kept()
 
@@ -153,7 +153,9 @@ def shared_data():
 
 
 @pytest.fixture(scope="session")
-def ranks_of(request, tmp_path_factory):
+def rank_results(request, tmp_path_factory):
     """Return a function from a run's name to the list of its ranks' results."""
     options = ["--quick", *["--short"] * (request.config.getoption("tier") != "long")]
-    return SharedRuns(shared_folder(tmp_path_factory), read_by(request.session.items), options)
+    return SharedRuns(
+        shared_folder(tmp_path_factory), requested_runs(request.session.items), options
+    )

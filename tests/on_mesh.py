@@ -63,7 +63,7 @@ def batch(rows=ROWS, s=SOURCE_LENGTH, t=TARGET_LENGTH):
     return {"source": source, "target": target}, labels
 
 
-def trainer_of(model, optimizer=None, **options):
+def make_trainer(model, optimizer=None, **options):
     trainer = Trainer(model)
     loss = CrossEntropyLoss(0.1, ignore_id=0)
     # AdamW is avoided because tracing its updates takes longer than everything else.
@@ -80,19 +80,19 @@ def losses(trainer, steps=3, **shape):
 
 
 @functools.cache
-def losses_alone():
+def losses_without_mesh():
     """Return the losses of a network without a mesh. Call it before a mesh starts."""
-    return losses(trainer_of(network()))
+    return losses(make_trainer(network()))
 
 
 def report_after_a_step(model_options=None, **fields):
     start(**fields)
-    trainer = trainer_of(network(**(model_options or {})))
+    trainer = make_trainer(network(**(model_options or {})))
     losses(trainer, steps=1)
     return trainer.communication_report()
 
 
-def sent_by(report, layer):
+def sent_collectives(report, layer):
     """Return a layer's collectives as a sorted list of (pass, kind, elements)."""
     return sorted(
         ("backward" if c.backward else "forward", c.kind, c.elements)

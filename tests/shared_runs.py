@@ -1,7 +1,7 @@
 """Multi-rank runs that several test files share, so that ranks start only once.
 
 The mark `runs` lists the runs that a test reads. When a test requests the first result, the fixture
-`ranks_of` starts the runs of all selected tests, with one launch for each number of ranks.
+`rank_results` starts the runs of all selected tests, with one launch for each number of ranks.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from harness.runs import Run, launch_runs
 
 # Tasks that read the checkpoints of all layouts. They run in a second launch, after all saves.
 LATER = (
-    "tests.distributed.tasks.checkpoints:restore_the_others",
+    "tests.distributed.tasks.checkpoints:restore_remaining",
     "tests.distributed.tasks.other_shards:restore_all",
 )
 needs_horovod = pytest.mark.skipif(
@@ -27,7 +27,7 @@ needs_horovod = pytest.mark.skipif(
 )
 
 
-def each(runs, long=(), reads=lambda run: ()):
+def parametrize_runs(runs, long=(), reads=lambda run: ()):
     """Parametrize a test by `run`.
 
     Args:
@@ -60,8 +60,8 @@ def on_ranks(layout):
         name = f"{function.__module__}:{function.__name__}/{layout}"
 
         @pytest.mark.runs(name)
-        def test(ranks_of):
-            ranks_of(name)
+        def test(rank_results):
+            rank_results(name)
 
         test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
@@ -69,7 +69,7 @@ def on_ranks(layout):
     return make_test
 
 
-def read_by(items):
+def requested_runs(items):
     """Return the names of all runs that tests read, without duplicates."""
     marks = [mark for item in items for mark in item.iter_markers("runs")]
     return list(dict.fromkeys(name for mark in marks for name in mark.args))

@@ -170,7 +170,7 @@ def relative(path):
     return path.relative_to(PACKAGE).as_posix()
 
 
-def folder_of(module):
+def top_folder(module):
     """Return the top-level folder of a module, or "" for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
@@ -204,10 +204,10 @@ def test_imports_inside_functions_are_found(tmp_path):
 def test_folders_import_only_lower_folders():
     wrong = []
     for name, path in MODULES.items():
-        folder = folder_of(name)
+        folder = top_folder(name)
         allowed = {folder, *BASE_MODULES, *ALLOWED_IMPORTS.get(folder, set())}
         for imported in imports(path) & set(MODULES):
-            if folder and folder_of(imported) and folder_of(imported) not in allowed:
+            if folder and top_folder(imported) and top_folder(imported) not in allowed:
                 wrong.append(f"{relative(path)} imports {imported}")
     assert not wrong, "\n".join(["not downwards:", *sorted(wrong)])
 

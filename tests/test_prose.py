@@ -17,7 +17,7 @@ CEILINGS = prose.read_ceilings(prose.CEILINGS.read_text("utf-8"))
 MAX_SHOWN = 40
 
 
-def rules_broken_by(text, kind="docstring"):
+def find_broken_rules(text, kind="docstring"):
     return prose.broken_rules(prose.Passage(pathlib.Path("example.py"), 1, kind, text))
 
 
@@ -92,18 +92,18 @@ def git(*args):
     ],
 )
 def test_stilted_phrase_is_found(text, rule):
-    assert rule in rules_broken_by(text)
+    assert rule in find_broken_rules(text)
 
 
 def test_questions_are_found_in_summaries_only():
-    assert rules_broken_by("How work is divided.", "summary") == ["question as summary"]
-    assert not rules_broken_by("How work is divided.", "docstring")
-    assert not rules_broken_by("Which layout fits?", "summary")
+    assert find_broken_rules("How work is divided.", "summary") == ["question as summary"]
+    assert not find_broken_rules("How work is divided.", "docstring")
+    assert not find_broken_rules("Which layout fits?", "summary")
 
 
 def test_fragments_are_found_at_the_start_of_comments_only():
-    assert rules_broken_by("which the update changes", "comment") == ["fragment as comment"]
-    assert not rules_broken_by("which the update changes", "comment_rest")
+    assert find_broken_rules("which the update changes", "comment") == ["fragment as comment"]
+    assert not find_broken_rules("which the update changes", "comment_rest")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_fragments_are_found_at_the_start_of_comments_only():
     ],
 )
 def test_plain_sentence_passes(text):
-    assert not rules_broken_by(text)
+    assert not find_broken_rules(text)
 
 
 def test_all_kinds_of_prose_are_read(tmp_path):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-def stderr_of(code, **variables):
+def read_stderr(code, **variables):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
     if not variables:
         environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
@@ -20,8 +20,8 @@ def stderr_of(code, **variables):
 @pytest.mark.parametrize("module", ["keras", "tensorflow"])
 def test_notes_stay_off_if_a_script_imports_keras_itself(module):
     init = "dtransformer.init(dtransformer.TransformerOpParallelConfig())"
-    assert stderr_of(f"import dtransformer, {module}; {init}") == ""
+    assert read_stderr(f"import dtransformer, {module}; {init}") == ""
 
 
-def test_notes_come_out_if_the_environment_asks_for_them():
-    assert "oneDNN" in stderr_of("import dtransformer, keras", TF_CPP_MIN_LOG_LEVEL="0")
+def test_notes_are_printed_if_the_environment_requests_them():
+    assert "oneDNN" in read_stderr("import dtransformer, keras", TF_CPP_MIN_LOG_LEVEL="0")

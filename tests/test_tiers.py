@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests import tiers
-from tests.long_tests import LEFT, OTHER_CASES
+from tests.long_tests import LONG_TESTS, OTHER_CASES
 from tests.tiers import CHECK, LIMITS, TESTS, imported_frameworks, is_in_check
 
 
@@ -18,7 +18,7 @@ def test_check_tier_does_not_import_tensorflow(pytestconfig):
 
 
 def test_files_of_make_check_exist():
-    assert [place for place in CHECK if not (TESTS / place).exists()] == []
+    assert [path for path in CHECK if not (TESTS / path).exists()] == []
     assert is_in_check(TESTS / "test_prose.py") and not is_in_check(TESTS / "test_compat.py")
 
 
@@ -26,27 +26,29 @@ def test_each_tier_has_a_limit():
     assert LIMITS["check"] < LIMITS["test"] < LIMITS["long"]
 
 
-@pytest.mark.parametrize("left", LEFT, ids=lambda left: left.test)
-def test_rows_of_long_tests_name_existing_tests(left):
-    file, *_, name = left.test.split("::")
+@pytest.mark.parametrize("row", LONG_TESTS, ids=lambda row: row.test)
+def test_rows_of_long_tests_name_existing_tests(row):
+    file, *_, name = row.test.split("::")
     assert f"def {name}(" in (TESTS / file).read_text("utf-8")
-    assert left.stays or left.held_by != OTHER_CASES
+    assert row.quick_cases or row.quick_test != OTHER_CASES
 
 
-@pytest.mark.parametrize("left", LEFT, ids=lambda left: left.test)
-def test_the_quick_test_of_a_long_test_exists(left):
+@pytest.mark.parametrize("row", LONG_TESTS, ids=lambda row: row.test)
+def test_quick_test_of_a_long_test_exists(row):
     """A row may name a file, or a test of a file. The test is not long itself."""
-    for file, name in re.findall(r"([\w/]+[.]py)(?:::(?:\w+::)?(test_\w+))?", left.held_by):
+    for file, name in re.findall(r"([\w/]+[.]py)(?:::(?:\w+::)?(test_\w+))?", row.quick_test):
         text = (TESTS / file).read_text("utf-8")
         assert not name or f"def {name}(" in text
-        moved = [
-            row for row in LEFT if row.test.startswith(file) and row.test.endswith(f"::{name}")
+        long_rows = [
+            row
+            for row in LONG_TESTS
+            if row.test.startswith(file) and row.test.endswith(f"::{name}")
         ]
-        assert all(row.stays for row in moved)
+        assert all(row.quick_cases for row in long_rows)
 
 
 def test_each_long_test_has_one_row():
-    names = [left.test for left in LEFT]
+    names = [row.test for row in LONG_TESTS]
     assert sorted(set(names)) == sorted(names)
 
 

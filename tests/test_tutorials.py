@@ -85,7 +85,7 @@ NOTEBOOK_SMALL = {
 
 
 @pytest.fixture(autouse=True)
-def one_device_again():
+def restore_one_device():
     """Return to one device and the default layout after each test."""
     yield
     dtransformer.init(dtransformer.TransformerOpParallelConfig())

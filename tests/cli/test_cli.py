@@ -127,7 +127,7 @@ def test_evaluate_prints_the_signature(run, corpus, capsys):
     assert result["bleu"] > 90 and result["sentences"] == len(ENGLISH)
 
 
-def test_a_trained_run_is_not_replaced_by_accident(run, corpus, capsys):
+def test_trained_run_is_not_replaced_by_accident(run, corpus, capsys):
     assert main(["train", "--config", str(corpus / "config.yaml"), "--run", str(run)]) == 2
     assert "--overwrite" in capsys.readouterr().err
 
@@ -282,7 +282,7 @@ def test_doctor_lists_installed_packages():
     assert all(check["mend"] for check in checks.values() if not check["ok"])
 
 
-def test_the_command_as_installed_is_quiet_and_exits_with_2(tmp_path):
+def test_installed_command_is_quiet_and_exits_with_2(tmp_path):
     command = [sys.executable, "-m", "dtransformer.cli", "translate", "--run", str(tmp_path / "no")]
     result = subprocess.run(command, capture_output=True, text=True, input="")
     assert result.returncode == 2

@@ -70,7 +70,7 @@ def test_texts_end_at_the_ids_of_config_and_generation_config(
     assert set(load_tokenizer(ended).stop_ids) == {2, ids[place]}
 
 
-def test_a_run_stops_where_its_export_and_transformers_stop(
+def test_run_stops_where_its_export_and_transformers_stop(
     folder,
     greedy,
     tmp_path,

@@ -132,7 +132,7 @@ def test_stream_prints_the_same_text(folder, capsys):
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
 
 
-def test_a_prompt_with_line_ends_can_be_piped(folder, stdin, capsys):
+def test_prompt_with_line_ends_can_be_piped(folder, stdin, capsys):
     texts = ["The quick\nbrown", "dog"]
     expected = generator(folder)(texts)
     stdin("The quick\nbrown\n\n\ndog\n")
@@ -276,21 +276,21 @@ def test_wrong_input(folder, stdin, capsys, arguments, told):
 
 
 def test_wrong_folders(folder, tmp_path, capsys):
-    def refused(path):
+    def run_and_get_error(path):
         assert run(path, "--prompt", "x") == 2
         return capsys.readouterr().err
 
-    assert "does not exist" in refused(tmp_path / "none")
-    assert "Expected tokenizer.json" in refused(tmp_path)
+    assert "does not exist" in run_and_get_error(tmp_path / "none")
+    assert "Expected tokenizer.json" in run_and_get_error(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    assert "config.json" in refused(tmp_path)
+    assert "config.json" in run_and_get_error(tmp_path)
     network = CausalLM(20, **LLAMA)
     network.build()
     save_pretrained(network, tmp_path / "small", "llama")
     (tmp_path / "small" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    assert "has 290 ids, but the model has only 20" in refused(tmp_path / "small")
+    assert "has 290 ids, but the model has only 20" in run_and_get_error(tmp_path / "small")
     (tmp_path / "run.json").write_text("{}")
-    assert "has no config.yaml" in refused(tmp_path)
+    assert "has no config.yaml" in run_and_get_error(tmp_path)
 
 
 def test_lone_surrogates_are_reported_with_the_text_index(folder):
@@ -299,7 +299,7 @@ def test_lone_surrogates_are_reported_with_the_text_index(folder):
             tokenizer.encode(["one", "o\ud83d"])
 
 
-def test_other_folders_are_named_in_errors(folder, tmp_path, capsys):
+def test_evaluate_names_folders_that_are_no_runs(folder, tmp_path, capsys):
     """`evaluate` and `translate` accept translation runs."""
     lines = tmp_path / "lines.txt"
     lines.write_text("a\n")

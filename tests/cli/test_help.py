@@ -32,7 +32,7 @@ def test_without_a_command_help_is_printed_and_the_exit_code_is_0(path, capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == printed.out
 
 
-def test_an_unknown_command_is_still_an_error(capsys):
+def test_unknown_command_raises_an_error(capsys):
     assert main(["trian"]) == 2
     assert "invalid choice: 'trian'" in capsys.readouterr().err
 

@@ -101,7 +101,7 @@ def test_rejects_unexpected_horovod_sources(listing, tmp_path):
         unpack(sources(tmp_path, listing), tmp_path)
 
 
-def test_a_broken_wheel_is_not_cached(monkeypatch, tmp_path):
+def test_broken_wheel_is_not_cached(monkeypatch, tmp_path):
     monkeypatch.setattr(install_horovod, "run", lambda *arguments: None)
     (tmp_path / "tried/horovod").mkdir(parents=True)
     (tmp_path / "tried/horovod/__init__.py").write_text("raise ImportError('undefined symbol')")
@@ -126,7 +126,7 @@ def test_reports_an_unwritable_cache(cache, capsys):
     assert str(cache) in error and "DTRANSFORMER_CACHE" in error
 
 
-def test_the_wheel_of_this_environment_is_for_gpus_too():
+def test_wheel_of_this_environment_supports_gpus():
     works, found = install_horovod.built_with()
     if not works:
         pytest.skip("Horovod is not installed: dtransformer doctor --install-horovod")

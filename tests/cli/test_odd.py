@@ -139,7 +139,7 @@ def test_unusual_environments_are_one_line_errors(command, environment, streams,
 
 
 @pytest.mark.parametrize("stream", ["stdin", "stdout"])
-def test_closed_streams(stream, monkeypatch, capsys):
+def test_closed_standard_streams_are_one_line_errors(stream, monkeypatch, capsys):
     monkeypatch.setattr(sys, stream, None)
     assert main(["translate", "--run", "x"]) == 2
     assert "is closed" in capsys.readouterr().err
@@ -169,7 +169,7 @@ def test_healthy_ranks_report_a_failed_rank_in_one_line(monkeypatch, capsys):
     assert "Another rank has failed or left the job" in capsys.readouterr().err
 
 
-def test_models_are_listed(capsys):
+def test_models_command_lists_families_and_presets(capsys):
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
     assert "124,439,808" in printed and "LlamaForCausalLM" in printed

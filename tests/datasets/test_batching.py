@@ -10,7 +10,7 @@ from dtransformer.datasets import (
     plan_batches,
 )
 from dtransformer.datasets.batch_plan import length_buckets
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 
 PAD, START, END = 0, 2, 3
 
@@ -135,7 +135,7 @@ def test_plan_without_sentences_is_empty():
     ],
 )
 def test_invalid_plan_options_are_refused(options, expected_error):
-    assert expected_error in refused(plan_batches, some_lengths(), **options)
+    assert expected_error in get_error_message(plan_batches, some_lengths(), **options)
 
 
 # Batches.
@@ -246,16 +246,16 @@ def test_epoch_resumes_at_the_next_batch(done, shard):
     assert as_lists(dataset) == as_lists(first.as_dataset())
 
 
-def test_position_and_restore():
+def test_position_of_the_next_batch_and_invalid_restore():
     batches = some_batches()
     assert batches.position() == {"epoch": 0, "batch": 0, "num_batches": len(batches), "seed": 7}
     batches.set_epoch(2, start=3)
     assert batches.position(2)["batch"] == 5
     end = batches.position(len(batches) - 3)
     assert (end["epoch"], end["batch"]) == (3, 0)
-    assert "num_batches" in refused(some_batches(batch_size=8).restore, end)
-    assert "seed" in refused(some_batches(seed=8).restore, end)
-    assert "does not exist" in refused(batches.set_epoch, 1, start=len(batches) + 1)
+    assert "num_batches" in get_error_message(some_batches(batch_size=8).restore, end)
+    assert "seed" in get_error_message(some_batches(seed=8).restore, end)
+    assert "does not exist" in get_error_message(batches.set_epoch, 1, start=len(batches) + 1)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -300,13 +300,13 @@ def test_fit_runs_all_epochs_and_resumes_from_a_position():
     ],
 )
 def test_invalid_options_are_refused(options, expected_error):
-    assert expected_error in refused(some_batches, **options)
+    assert expected_error in get_error_message(some_batches, **options)
 
 
 def test_sides_of_different_length_are_refused():
     ids = some_ids([3, 4, 5])
-    assert "3 source" in refused(TranslationBatches, ids, ids[:2], batch_size=2)
-    message = refused(TranslationBatches, ids, ids, batch_size=2, max_length=2)
+    assert "3 source" in get_error_message(TranslationBatches, ids, ids[:2], batch_size=2)
+    message = get_error_message(TranslationBatches, ids, ids, batch_size=2, max_length=2)
     assert "max_length=2" in message
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dtransformer.datasets import SubwordTokenizer, load_tokenizer, train_byte_level
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 
 CODE = "def f(x):\n\tif x:\n\n        return  x\t# no,  really \n\n\n    y = 'é 猫 😀'\r\n  \n"
 SOURCES = [path.read_text(encoding="utf-8") for path in pathlib.Path(__file__).parent.glob("*.py")]
@@ -48,10 +48,10 @@ def test_small_vocabulary_contains_only_the_bytes_of_the_texts():
 
 def test_error_for_a_wrong_size_contains_a_valid_size():
     for text, wrong in (("one two", 9), ("one two", 500)):
-        expected_error = refused(train_byte_level, [text], wrong)
+        expected_error = get_error_message(train_byte_level, [text], wrong)
         size = int(expected_error.split(" pieces")[0].split()[-1])
         assert train_byte_level([text], size).vocab_size == size
-    assert "empty" in refused(train_byte_level, ["", " \n"], 300)
+    assert "empty" in get_error_message(train_byte_level, ["", " \n"], 300)
 
 
 def test_training_is_deterministic(tokenizer, tmp_path):

@@ -163,7 +163,7 @@ def test_error_for_a_wrong_record_names_its_place(record, expected_error):
     assert expected_error in str(caught.value)
 
 
-def test_answer_that_cannot_be_located_is_refused():
+def test_template_that_hides_the_start_of_an_answer_raises_an_error():
     """This template's beginning depends on the number of messages."""
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(InputError, match="message 2: The template renders the messages before"):
@@ -252,7 +252,7 @@ def test_parquet_rows_are_records(tmp_path):
     assert [record for _, record in found] == rows and found[1][0].endswith("a.parquet, row 2")
 
 
-def test_common_messages_of_preferences_are_the_prompt():
+def test_common_first_messages_of_preferences_become_the_prompt():
     chosen, rejected = [*TURNS[:3], TURNS[3]], [*TURNS[:3], {**TURNS[3], "content": "No."}]
     prompt, good, bad = preferred({"chosen": chosen, "rejected": rejected}, "here")
     assert (prompt, good, bad) == (TURNS[:3], TURNS[3:], rejected[3:])

@@ -10,7 +10,7 @@ import pytest
 from dtransformer.datasets import read_documents
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import MEBIBYTE
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 
 TEXTS = ["One.\nTwo.", "Quoi\u00a0?\u2028x", "last"]
 
@@ -50,8 +50,10 @@ def test_json_lines(tmp_path, name):
     content = ("\n".join(lines) + "\n\n").encode()
     path = written(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
     assert documents([path]) == TEXTS
-    assert "no field 'body', only 'text, more'" in refused(documents, [path], field="body")
-    assert "must be a text" in refused(documents, [path], field="more")
+    assert "no field 'body', only 'text, more'" in get_error_message(
+        documents, [path], field="body"
+    )
+    assert "must be a text" in get_error_message(documents, [path], field="more")
 
 
 def write_table(table, path):
@@ -76,26 +78,28 @@ def test_arrow_and_parquet(tmp_path, name):
     write_table(pyarrow.table(pairs), path)
     assert documents([path], field="question") == [*TEXTS, ""] * 700
     assert documents([path], field=["question", "answer"])[2] == ["last", "yes"]
-    assert "row 1 has no field 'text', only 'question, answer, n'" in refused(documents, [path])
-    assert "'n' must be a text, got 0" in refused(documents, [path], field="n")
+    assert "row 1 has no field 'text', only 'question, answer, n'" in get_error_message(
+        documents, [path]
+    )
+    assert "'n' must be a text, got 0" in get_error_message(documents, [path], field="n")
     write_table(pyarrow.table([TEXTS, TEXTS], ["text", "text"]), two := tmp_path / f"two_{name}")
-    assert "has two columns 'text'" in refused(documents, [two])
+    assert "has two columns 'text'" in get_error_message(documents, [two])
     written(path, path.read_bytes()[:-9])
     data = path.read_bytes()
     if name != "x.parquet":  # Parquet stores the lengths of texts next to them.
         ends = np.cumsum([0, *(len(text.encode()) for text in TEXTS)]).astype("int32")[1:].tobytes()
         written(path, data.replace(ends, b"\xff" * len(ends), 1))
-        assert str(path) in refused(documents, [path], field="question")
+        assert str(path) in get_error_message(documents, [path], field="question")
     if name != "stream.arrow":  # A stream has no checked end.
-        assert str(path) in refused(documents, [path], field="question")
+        assert str(path) in get_error_message(documents, [path], field="question")
     written(path, path.read_bytes()[:300])
-    assert str(path) in refused(documents, [path], field="question")
+    assert str(path) in get_error_message(documents, [path], field="question")
 
 
 def test_missing_pyarrow_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     path = written(tmp_path / "x.parquet", b"")
-    assert "need pyarrow: pip install pyarrow" in refused(documents, [path])
+    assert "need pyarrow: pip install pyarrow" in get_error_message(documents, [path])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_errors_name_the_line(tmp_path, name, content, expected_error):
     path = tmp_path / name
     if content is not None:
         written(path, content)
-    message = refused(documents, [path])
+    message = get_error_message(documents, [path])
     assert all(part in message for part in [str(path), *expected_error])
 
 
@@ -150,6 +154,8 @@ def test_error_for_a_large_list_recommends_json_lines(tmp_path, monkeypatch):
 
 def test_invalid_options_are_refused(tmp_path):
     path = written(tmp_path / "x.txt", "a")
-    assert "boundary='page'" in refused(documents, [path], boundary="page")
-    assert "has no fields a, b" in refused(documents, [path], field=["a", "b"])
-    assert "Cannot combine 2 fields" in refused(documents, [path], field=["a", "b"], sentences=True)
+    assert "boundary='page'" in get_error_message(documents, [path], boundary="page")
+    assert "has no fields a, b" in get_error_message(documents, [path], field=["a", "b"])
+    assert "Cannot combine 2 fields" in get_error_message(
+        documents, [path], field=["a", "b"], sentences=True
+    )

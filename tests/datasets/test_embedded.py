@@ -9,7 +9,7 @@ from dtransformer.datasets import read_lines
 from dtransformer.datasets.embedded import MAX_PAIRS, sentence_pairs, write_corpus
 from harness.corpus import corpus, lexicon, numerals, sentences
 from harness.corpus.phrases import PRONOUNS, Phrase, clause, noun_phrase, sentence
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 
 I, YOU, HE, SHE, WE, THEY = (row[0] for row in PRONOUNS)
 ANNA = Phrase("Anna", "Anna", feminine=True)
@@ -330,7 +330,7 @@ def test_numbers_are_distinct_in_both_languages():
         assert len({numerals.number(value)[language] for value in range(1000)}) == 1000
 
 
-def test_feminine_numbers_times_and_dates():
+def test_french_feminine_numbers_times_and_dates():
     assert numerals.number(1, feminine=True)[1] == "une"
     assert numerals.number(81, feminine=True)[1] == "quatre-vingt-une"
     assert numerals.number(71, feminine=True)[1] == "soixante et onze"
@@ -374,7 +374,7 @@ def test_file_equals_the_sentences_of_the_grammar(pairs):
     assert pairs == corpus.drawn_pairs(MAX_PAIRS)
 
 
-def test_the_same_seed_gives_the_same_pairs(pairs):
+def test_same_seed_gives_the_same_pairs(pairs):
     assert sentence_pairs(100) == pairs[:100]
     assert sentence_pairs(100, seed=1) == sentence_pairs(100, seed=1) != pairs[:100]
     assert sorted(sentence_pairs(MAX_PAIRS, seed=1)) == sorted(pairs)
@@ -405,7 +405,7 @@ def test_held_out_sentences_do_not_depend_on_the_training_set(splits, tmp_path):
     assert read_lines(paths["test.fr"]) == [words for _, words in splits["test"]]
 
 
-def test_the_same_seed_writes_the_same_bytes(tmp_path):
+def test_same_seed_writes_the_same_bytes(tmp_path):
     sizes = {"num_train": 300, "num_dev": 20, "num_test": 10, "seed": 3}
     paths, again = (write_corpus(tmp_path / name, **sizes) for name in ("first", "second"))
     assert sorted(path.name for path in paths["dev.en"].parent.iterdir()) == sorted(
@@ -417,7 +417,9 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path):
 
 def test_invalid_numbers_of_pairs_are_refused(tmp_path):
     for num_pairs in (-1, MAX_PAIRS + 1):
-        assert f"num_pairs={num_pairs}" in refused(sentence_pairs, num_pairs)
-    assert "num_dev must be an integer of at least 0" in refused(write_corpus, tmp_path, num_dev=-1)
+        assert f"num_pairs={num_pairs}" in get_error_message(sentence_pairs, num_pairs)
+    assert "num_dev must be an integer of at least 0" in get_error_message(
+        write_corpus, tmp_path, num_dev=-1
+    )
     assert sentence_pairs(0) == []
     assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dtransformer.datasets import InstructionBatches
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 from tests.datasets.small_shards import END, PAD, START, some_documents, some_shards
 
 IGNORED = -100
@@ -14,7 +14,7 @@ def some_batches(shards, **options):
     return InstructionBatches(shards, **{"length": 70, "batch_size": 4, "seed": 7, **options})
 
 
-def rows_of(batches):
+def concatenate_rows(batches):
     batches = list(batches.as_dataset().as_numpy_iterator())
     parts = zip(*((x["tokens"], x["segments"], y) for x, y in batches))
     return [np.concatenate(part) for part in parts]
@@ -33,7 +33,7 @@ def shards(documents, tmp_path_factory):
 def test_structure_of_a_batch(tmp_path):
     shards = some_shards(tmp_path / "x", [["ab", "cd"], ["e", "f", "g", "hi"]])
     batches = some_batches(shards, length=16, batch_size=1)
-    tokens, segments, labels = (part[0].tolist() for part in rows_of(batches))
+    tokens, segments, labels = (part[0].tolist() for part in concatenate_rows(batches))
     a, b, c, d, e, f, g, h, i = range(4, 13)
     second, first = [START, e, f, END, g, h, i, END], [START, a, b, c, d, END]
     assert tokens == second + first + [PAD] * 2
@@ -55,7 +55,7 @@ def test_epoch_contains_every_document_in_one_row(documents, shards):
     for epoch in range(2):
         batches.set_epoch(epoch)
         found = []
-        for tokens, segments, labels in zip(*rows_of(batches)):
+        for tokens, segments, labels in zip(*concatenate_rows(batches)):
             for segment in range(1, segments.max() + 1):
                 ids = tokens[segments == segment]
                 assert ids[0] == START and ids[-1] == END
@@ -68,7 +68,7 @@ def test_epoch_contains_every_document_in_one_row(documents, shards):
         assert sorted(map(letters, found)) == sorted("".join(parts) for parts in documents)
         orders.append(found)
     assert orders[0] != orders[1]
-    assert (rows_of(batches)[0] != PAD).mean() > 0.85
+    assert (concatenate_rows(batches)[0] != PAD).mean() > 0.85
 
 
 def test_long_documents_are_left_out_in_training_and_cut_off_otherwise(tmp_path):
@@ -76,26 +76,26 @@ def test_long_documents_are_left_out_in_training_and_cut_off_otherwise(tmp_path)
     training = some_batches(shards, length=8, batch_size=1)
     assert training.num_left_out == 1 and len(training) == 1
     held_out = some_batches(shards, length=8, batch_size=1, training=False)
-    tokens, _, labels = rows_of(held_out)
+    tokens, _, labels = concatenate_rows(held_out)
     assert tokens[0].tolist() == [START, *[4] * 5, *[5] * 2]
     assert labels[0].tolist() == [IGNORED] * 5 + [5] * 2 + [IGNORED]
     assert len(held_out) == 2
-    assert "length=3" in refused(some_batches, shards, length=3)
+    assert "length=3" in get_error_message(some_batches, shards, length=3)
 
 
 def test_ranks_divide_and_resume_one_plan(shards):
     whole = some_batches(shards)
     whole.set_epoch(1)
-    expected = [part[2 * 4 :] for part in rows_of(whole)]
+    expected = [part[2 * 4 :] for part in concatenate_rows(whole)]
     for index in range(2):
         own = some_batches(shards, shard_index=index, num_shards=2)
         own.restore(whole.position(2))
-        for part, of_all in zip(rows_of(own), expected):
+        for part, of_all in zip(concatenate_rows(own), expected):
             np.testing.assert_array_equal(part, of_all[index::2])
 
 
 def test_prompt_without_an_answer_is_refused(tmp_path):
     shards = some_shards(tmp_path / "x", [["a", "b"], ["a", "b", "c"]])
-    assert "Document 1 has 3 parts" in refused(some_batches, shards)
+    assert "Document 1 has 3 parts" in get_error_message(some_batches, shards)
     shards = some_shards(tmp_path / "y", ["ab", "cd"])
-    assert "Document 0 has 1 parts" in refused(some_batches, shards)
+    assert "Document 0 has 1 parts" in get_error_message(some_batches, shards)

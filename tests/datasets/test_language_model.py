@@ -7,7 +7,7 @@ import tensorflow as tf
 from dtransformer.datasets import LanguageModelBatches
 from dtransformer.datasets.language_model import TokenStream
 from dtransformer.datasets.mixture import permuted
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 from tests.datasets.small_shards import END, PAD, START, some_documents, some_shards
 
 LENGTH, IGNORED = 16, -100
@@ -192,7 +192,7 @@ def test_position_of_different_data_is_refused(shards, tmp_path):
         (some_batches(shards, length=8, batch_size=12), "length"),
         (some_batches(shards, seed=8), "seed"),
     ):
-        assert name in refused(batches.restore, position)
+        assert name in get_error_message(batches.restore, position)
 
 
 @pytest.mark.parametrize(
@@ -206,4 +206,4 @@ def test_position_of_different_data_is_refused(shards, tmp_path):
     ],
 )
 def test_invalid_options_are_refused(shards, options, expected_error):
-    assert expected_error in refused(some_batches, shards, **options)
+    assert expected_error in get_error_message(some_batches, shards, **options)

@@ -22,7 +22,7 @@ class Marked(Letters):
         return [[special[c] if c in special else ord(c) - 93 for c in text] for text in texts]
 
 
-def ids_of(batches):
+def read_ids(batches):
     rows = [x["tokens"].numpy() for x, _ in batches.as_dataset()]
     return [[int(one) for one in row if one != PAD] for batch in rows for row in batch]
 
@@ -80,12 +80,12 @@ def test_missing_start_and_end_tokens_are_added_to_instructions(tmp_path):
         [START, a, b, END, 29, c, d, END, 29],
         [START, a, b, END, c, d, END],
     ]
-    rows = ids_of(batches)
-    whole = [[*one] for row in rows for one in _documents_of(row)]
+    rows = read_ids(batches)
+    whole = [[*one] for row in rows for one in _split_documents(row)]
     assert sorted(whole) == sorted(expected)
 
 
-def _documents_of(row):
+def _split_documents(row):
     starts = [place for place, one in enumerate(row) if one == START]
     return [row[a:b] for a, b in zip(starts, [*starts[1:], len(row)])]
 
@@ -96,11 +96,11 @@ def test_start_and_end_tokens_are_not_added_if_most_documents_have_them(tmp_path
     with pytest.warns(
         UserWarning, match="3 of 3 sampled documents .* (begin|end) with .* not added"
     ):
-        rows = ids_of(LanguageModelBatches(shards, **options))
+        rows = read_ids(LanguageModelBatches(shards, **options))
     assert sum(rows, []) == [START, 4, 5, END, 29, START, 6, 7, END, 29, START, 8, 9, END]
     shards = write_token_shards(["<ab>", "cd", "ef"], Marked(), tmp_path / "one")
     with pytest.warns(UserWarning, match="1 of 3 sampled documents .* and get it again"):
-        rows = ids_of(LanguageModelBatches(shards, **options))
+        rows = read_ids(LanguageModelBatches(shards, **options))
     assert sum(rows, [])[:2] == [START, START]
 
 

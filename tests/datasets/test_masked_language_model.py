@@ -13,7 +13,7 @@ from dtransformer.datasets import (
 )
 from dtransformer.datasets.next_sentences import chunks, truncate_pair
 from dtransformer.datasets.span_corruption import random_spans, span_counts
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 from tests.datasets.small_shards import END, FIRST, PAD, START, some_documents, some_shards
 
 IGNORED, MASK, VOCAB = -100, 30, 30
@@ -39,7 +39,7 @@ def some_batches(kind, shards, **options):
     return KINDS[kind](shards, **{"length": 40, "batch_size": 6, "seed": 7, **options})
 
 
-def rows_of(batches):
+def epoch_rows(batches):
     """Return all rows of an epoch, a dict of inputs and labels [rows, ...]."""
     batches = list(batches.as_dataset().as_numpy_iterator())
     inputs = {key: np.concatenate([x[key] for x, _ in batches]) for key in batches[0][0]}
@@ -60,12 +60,16 @@ def same(one, other):
 @each_kind
 def test_random_choices_depend_only_on_seed_epoch_and_row(kind, shards):
     batches = some_batches(kind, shards)
-    first, again, other = rows_of(batches), rows_of(batches), some_batches(kind, shards, seed=8)
-    assert same(first, again) and not same(first, rows_of(other))
+    first, again, other = (
+        epoch_rows(batches),
+        epoch_rows(batches),
+        some_batches(kind, shards, seed=8),
+    )
+    assert same(first, again) and not same(first, epoch_rows(other))
     batches.set_epoch(1)
-    assert not same(first, rows_of(batches))
+    assert not same(first, epoch_rows(batches))
     unshuffled = some_batches(kind, shards, shuffle=False)
-    assert not same(rows_of(unshuffled), first)
+    assert not same(epoch_rows(unshuffled), first)
 
 
 @each_kind
@@ -85,15 +89,15 @@ def test_ranks_divide_the_batches_of_one_process(kind, shards):
 def test_epoch_resumes_at_the_next_batch(kind, shards):
     batches, resumed = some_batches(kind, shards), some_batches(kind, shards)
     batches.set_epoch(1)
-    expected = {key: value[2 * 6 :] for key, value in rows_of(batches).items()}
+    expected = {key: value[2 * 6 :] for key, value in epoch_rows(batches).items()}
     resumed.restore(batches.position(2))
-    assert same(rows_of(resumed), expected)
+    assert same(epoch_rows(resumed), expected)
 
 
 @each_kind
 def test_evaluation_batches_are_full(kind, shards):
     batches = some_batches(kind, shards, training=False, batch_size=7)
-    rows = rows_of(batches)
+    rows = epoch_rows(batches)
     assert {len(value) for value in rows.values()} == {7 * len(batches)}
     for name, value in rows.items():
         if name not in ("tokens", "segments", "token_types", "source", "target"):
@@ -109,7 +113,7 @@ def test_fractions_of_masked_tokens(shards):
     counts = np.zeros(4)
     for epoch in range(5):
         masked.set_epoch(epoch)
-        rows, truth = rows_of(masked), rows_of(plain)
+        rows, truth = epoch_rows(masked), epoch_rows(plain)
         np.testing.assert_array_equal(rows["segments"], truth["segments"])
         is_label, text = rows["labels"] != IGNORED, truth["tokens"] >= FIRST
         np.testing.assert_array_equal(rows["labels"][is_label], truth["tokens"][is_label])
@@ -135,7 +139,7 @@ def test_every_token_is_masked_in_some_epoch(shards):
 
 def test_mask_id_can_be_chosen(shards):
     batches = some_batches("masked", shards, mask_id=FIRST, rate=1.0)
-    rows = rows_of(batches)
+    rows = epoch_rows(batches)
     assert batches.vocab_size == VOCAB
     assert (rows["tokens"] == FIRST).mean() > 0.6
 
@@ -200,7 +204,7 @@ def test_pairs_require_sentences_and_two_documents(tmp_path):
     no_parts = some_shards(tmp_path / "x", ["ab", "cd"])
     one = some_shards(tmp_path / "y", [["ab", "cd"]])
     for shards in (no_parts, one):
-        assert "at least two documents" in refused(some_batches, "pairs", shards)
+        assert "at least two documents" in get_error_message(some_batches, "pairs", shards)
 
 
 # Missing spans.
@@ -228,12 +232,12 @@ def test_spans_have_all_lengths_and_never_touch():
 @pytest.mark.parametrize("length", [10, 40, 41, 64])
 def test_source_and_target_restore_the_text(shards, length):
     batches = some_batches("spans", shards, length=length, shuffle=False, batch_size=1)
-    rows = rows_of(batches)
+    rows = epoch_rows(batches)
     assert rows["source"].shape[1] in (length, length - 1)
     plain = LanguageModelBatches(
         shards, length=batches.length, batch_size=1, shuffle=False, add_start=False
     )
-    texts = rows_of(plain)["tokens"]
+    texts = epoch_rows(plain)["tokens"]
     for source, target, labels, text in zip(
         *(rows[k] for k in ("source", "target", "labels")), texts
     ):
@@ -252,7 +256,9 @@ def test_sentinels_of_the_tokenizer_are_used(shards):
     inputs, labels = batches.row(0, 0)
     assert batches.vocab_size == VOCAB and inputs["target"][0] == START
     assert labels[0] == VOCAB - 1
-    assert "there are 1 `sentinel_ids`" in refused(some_batches, "spans", shards, sentinel_ids=[1])
+    assert "there are 1 `sentinel_ids`" in get_error_message(
+        some_batches, "spans", shards, sentinel_ids=[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,4 +273,4 @@ def test_sentinels_of_the_tokenizer_are_used(shards):
     ],
 )
 def test_invalid_options_are_refused(shards, kind, options, expected_error):
-    assert expected_error in refused(some_batches, kind, shards, **options)
+    assert expected_error in get_error_message(some_batches, kind, shards, **options)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from dtransformer.datasets import TranslationBatches
 from dtransformer.datasets.packing import pack, plan_packed_batches
 from dtransformer.models import CausalLM, TranslationTransformer
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 
 END = 3
 
@@ -118,7 +118,7 @@ def test_epoch_resumes_at_the_next_batch():
     ids=str,
 )
 def test_invalid_packing_options_are_refused(options, words):
-    assert words in refused(some_batches, **options)
+    assert words in get_error_message(some_batches, **options)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])

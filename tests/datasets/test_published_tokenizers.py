@@ -74,7 +74,7 @@ def test_json_tokenizers_match_transformers(gpt2):
     assert tokenizer.encode([]).to_list() == []
 
 
-def test_special_ids(gpt2):
+def test_special_ids_follow_the_tokenizer_files(gpt2):
     tokenizer = load_tokenizer(gpt2)
     assert (tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id) == (0, 0, None)
     assert tokenizer.stop_ids == (0,)

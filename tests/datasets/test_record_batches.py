@@ -27,7 +27,7 @@ def batches(own=None, **options):
 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1, 1), (0.5, 0.3, 0.15, 0.05), (5, 1, 0.1)])
 @pytest.mark.parametrize("mode", ("once", "repeat", "first_ends"))
-def test_mixture_is_exact_at_every_prefix(mode, weights):
+def test_mixture_follows_the_weights_at_every_prefix(mode, weights):
     sizes = [round(400 * w / sum(weights)) + 3 for w in weights]
     order = mixture_order(sizes, weights, mode)
     counts = np.cumsum(order[:, None] == np.arange(len(sizes)), axis=0)

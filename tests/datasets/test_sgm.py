@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dtransformer.datasets import read_documents, read_pairs
 from examples.wmt14.preprocess import parse_sgm, read_sgm_pairs
-from tests.datasets.refused import refused
-from tests.inputs.bounded import BOUNDED, read_or_refused
+from tests.datasets.input_errors import get_error_message
+from tests.inputs.bounded import BOUNDED, read_or_reject
 
 TRICKY = [
     "Plain.",
@@ -48,15 +48,15 @@ def document(segments):
     return ['<refset trglang="fr" setid="s">', '<doc docid="s-1">', *rows, "</doc>", "</refset>"]
 
 
-def segments_of(path):
+def read_segments(path):
     return [text for text, tag in parse_sgm(path) if tag]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_the_segments_of_documents_are_read(tmp_path, end):
+def test_segments_of_documents_are_read(tmp_path, end):
     path = tmp_path / "x.sgm"
     path.write_bytes(sgm(*document(TRICKY), end=end))
-    assert segments_of(path) == TRICKY
+    assert read_segments(path) == TRICKY
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_segments_of_documents_are_read(tmp_path, end):
 def test_lines_are_segments_or_tags(tmp_path, line, segments, end):
     path = tmp_path / "x.sgm"
     path.write_bytes(sgm("<doc>", line, "</doc>", end=end))
-    assert segments_of(path) == segments
+    assert read_segments(path) == segments
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_error_for_a_malformed_file_names_the_line(tmp_path, content, expected_e
     path = tmp_path / "x.sgm"
     if content is not None:
         path.write_bytes(content)
-    message = refused(parse_sgm, path)
+    message = get_error_message(parse_sgm, path)
     assert all(word in message for word in expected_error), message
 
 
@@ -142,7 +142,7 @@ def test_error_for_mismatched_files_names_the_first_line(tmp_path, other, line, 
     paths = [tmp_path / "a.sgm", tmp_path / "b.sgm"]
     for path, lines in zip(paths, (other, GOOD) if swapped else (GOOD, other)):
         path.write_bytes(sgm(*lines))
-    message = refused(read_sgm_pairs, *paths)
+    message = get_error_message(read_sgm_pairs, *paths)
     for expected_error in ("a.sgm", "b.sgm", f"line {line}:", stood):
         assert expected_error in message
 
@@ -152,7 +152,7 @@ def test_error_for_mismatched_files_names_the_first_line(tmp_path, other, line, 
 def test_no_segment_is_lost(tmp_path, parts):
     path, content = tmp_path / "x.sgm", "".join(parts)
     path.write_bytes(content.encode())
-    lines = read_or_refused(parse_sgm, path)
+    lines = read_or_reject(parse_sgm, path)
     if lines is not None:
         segments = [segment for segment, tag in lines if tag]
         assert len(segments) == len(re.findall("<seg", content, re.IGNORECASE))
@@ -166,10 +166,10 @@ def test_package_refuses_sgm(tmp_path):
         lambda path: read_pairs(path, path),
         lambda path: [*read_documents([path])],
     ):
-        assert "preprocess.py" in refused(read, path)
+        assert "preprocess.py" in get_error_message(read, path)
 
 
-def test_the_real_files_are_read(shared_data):
+def test_real_files_are_read(shared_data):
     folder = shared_data / "wmt14"
     name = "newstest2014-fren-ref.{}.sgm"
     pairs = read_sgm_pairs(folder / name.format("fr"), folder / name.format("en"))

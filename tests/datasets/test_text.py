@@ -10,7 +10,7 @@ from dtransformer.datasets import (
     read_pairs,
     read_tsv,
 )
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 
 LINES = ["One.", "Quoi\u00a0?", "", "a\u2028b\u0085c", "last"]
 
@@ -48,7 +48,7 @@ def test_each_line_is_a_sentence(tmp_path, name, content):
 def test_malformed_file_is_refused(tmp_path, name, content, expected_error):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    message = refused(read_lines, tmp_path / name)
+    message = get_error_message(read_lines, tmp_path / name)
     assert all(word in message for word in [name, *expected_error]), message
 
 
@@ -64,7 +64,7 @@ def test_files_without_pairs_are_refused(tmp_path, source, target, expected_erro
     paths = [tmp_path / "source.txt", tmp_path / "target.txt"]
     for path, lines in zip(paths, (source, target)):
         path.write_bytes(text(lines))
-    message = refused(read_pairs, *paths)
+    message = get_error_message(read_pairs, *paths)
     assert all(word in message for word in expected_error), message
 
 
@@ -78,7 +78,7 @@ def test_tab_separated_files(tmp_path):
         ([], "no sentence"),
     ):
         path.write_bytes(text(lines))
-        assert expected_error in refused(read_tsv, path)
+        assert expected_error in get_error_message(read_tsv, path)
 
 
 @pytest.mark.parametrize(
@@ -106,4 +106,4 @@ def test_cleaning_keeps_order_and_no_break_spaces():
     assert kept[:2] == (["a b", "quoi\u00a0\u00a0?"], ["c", "what?"])
     assert (kept[2]["kept"], kept[2]["repeated"]) == (2, 1)
     assert clean_pairs(sources, targets)[2]["kept"] == 3
-    assert "1 sources and 0 targets" in refused(clean_pairs, ["a"], [])
+    assert "1 sources and 0 targets" in get_error_message(clean_pairs, ["a"], [])

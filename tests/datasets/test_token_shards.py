@@ -17,7 +17,7 @@ from dtransformer.datasets import (
 )
 from dtransformer.datasets import shard_writer as writer
 from dtransformer.errors import InputError
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 from tests.datasets.small_shards import Letters, some_documents, some_shards
 
 DOCUMENTS = some_documents(parts=3)
@@ -58,7 +58,7 @@ def test_documents_without_parts_or_tokens(tmp_path):
     assert len(shards) == 1 and shards.num_left_out == 2
 
 
-def test_the_same_documents_give_the_same_bytes(tmp_path):
+def test_same_documents_give_the_same_bytes(tmp_path):
     one, other = (some_shards(tmp_path / name, DOCUMENTS) for name in "ab")
     assert contents(one.folder) == contents(other.folder)
     assert one.fingerprint == other.fingerprint
@@ -113,16 +113,18 @@ def test_large_vocabularies_use_uint32(tmp_path):
 def test_existing_files_are_not_replaced_without_overwrite(tmp_path):
     folder = tmp_path / "x"
     before = some_shards(folder, DOCUMENTS).fingerprint
-    assert "is not empty" in refused(write_token_shards, ["a"], Letters(), folder)
+    assert "is not empty" in get_error_message(write_token_shards, ["a"], Letters(), folder)
     assert TokenShards(folder).fingerprint == before
     shards = write_token_shards(["ab"], Letters(), folder, overwrite=True)
     assert len(shards) == 1 and len(list(folder.glob("shard-*"))) == 2
     (folder / "mine").write_text("")
-    message = refused(write_token_shards, ["a"], Letters(), folder, overwrite=True)
+    message = get_error_message(write_token_shards, ["a"], Letters(), folder, overwrite=True)
     assert "mine" in message
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "mine").write_text("")
-    message = refused(write_token_shards, ["a"], Letters(), tmp_path / "y", overwrite=True)
+    message = get_error_message(
+        write_token_shards, ["a"], Letters(), tmp_path / "y", overwrite=True
+    )
     assert "contains no token shards" in message
     assert [path.name for path in tmp_path.iterdir()] == ["x", "y"]
 
@@ -136,9 +138,13 @@ def test_failure_leaves_no_files(tmp_path, small_files):
         write_token_shards(broken(), Letters(), tmp_path / "x")
     with small_files(500), pytest.raises(InputError, match="cannot be written"):
         write_token_shards(["ab"] * 1000, Letters(), tmp_path / "x")
-    assert "contain no text" in refused(write_token_shards, ["", "?"], Letters(), tmp_path / "x")
-    assert "Put the string into" in refused(write_token_shards, "a", Letters(), tmp_path / "x")
-    message = refused(write_token_shards, ["a", ["b"]], Letters(), tmp_path / "x")
+    assert "contain no text" in get_error_message(
+        write_token_shards, ["", "?"], Letters(), tmp_path / "x"
+    )
+    assert "Put the string into" in get_error_message(
+        write_token_shards, "a", Letters(), tmp_path / "x"
+    )
+    message = get_error_message(write_token_shards, ["a", ["b"]], Letters(), tmp_path / "x")
     assert "Document 2" in message
     assert not list(tmp_path.iterdir())
 
@@ -173,12 +179,12 @@ def test_error_for_damage_names_the_file(tmp_path, change):
         path.symlink_to(tmp_path / "x" / path.name)
     else:
         (folder / MANIFEST).unlink()
-    assert str(folder) in refused(use, folder)
+    assert str(folder) in get_error_message(use, folder)
     if change in ("ids", "header"):  # Reading without `verify` also detects these.
-        assert str(folder) in refused(lambda: list(TokenShards(folder)))
+        assert str(folder) in get_error_message(lambda: list(TokenShards(folder)))
     if change == "ids":  # Reading without comparing checksums also detects it.
         shards = TokenShards(folder)
-        assert "A token is 65535" in refused(lambda: list(shards))
+        assert "A token is 65535" in get_error_message(lambda: list(shards))
 
 
 @pytest.mark.parametrize("kind", ["documents", "parts"])
@@ -188,7 +194,7 @@ def test_wrong_bounds_are_found_without_checksums(tmp_path, kind):
     data = bytearray(path.read_bytes())
     data[-2 * 8] ^= 64  # The second to last bound, which is then greater than the number of tokens.
     path.write_bytes(data)
-    assert path.name in refused(lambda: TokenShards(tmp_path / "x").parts(0))
+    assert path.name in get_error_message(lambda: TokenShards(tmp_path / "x").parts(0))
 
 
 def test_every_byte_of_a_manifest_is_checked(tmp_path):
@@ -208,9 +214,9 @@ def test_every_byte_of_a_manifest_is_checked(tmp_path):
         {"vocab_size": 0},
     ):
         path.write_text(json.dumps({**good, **change}))
-        assert str(tmp_path) in refused(use, tmp_path / "x")
+        assert str(tmp_path) in get_error_message(use, tmp_path / "x")
     path.write_text("[]")
-    assert MANIFEST in refused(use, tmp_path / "x")
+    assert MANIFEST in get_error_message(use, tmp_path / "x")
 
 
 def test_more_shards_than_open_files(tmp_path, monkeypatch):

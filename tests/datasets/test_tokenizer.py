@@ -13,7 +13,7 @@ import tokenizers
 
 from dtransformer.datasets import SubwordTokenizer, load_tokenizer, read_lines
 from examples.wmt14 import preprocess
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 
 SENTENCES = [
     "L'été dernier, j'ai vu l'Arc-de-Triomphe à 18\u00a0h\u00a030 !",
@@ -113,8 +113,8 @@ def test_decoding_stops_at_the_end_token_and_accepts_any_container(tokenizer):
         assert tokenizer.decode(ids) == SENTENCES[3:]
     assert tokenizer.decode([]) == [] and tokenizer.decode([[]]) == [""]
     assert tokenizer.decode([[280], [-1], [0, 2]]) == [""] * 3  # These ids have no text.
-    assert "row" in refused(tokenizer.decode, [4, 5])
-    assert "list" in refused(tokenizer.encode, "one string")
+    assert "row" in get_error_message(tokenizer.decode, [4, 5])
+    assert "list" in get_error_message(tokenizer.encode, "one string")
 
 
 def test_stop_text_is_encoded_as_a_word(tokenizer):
@@ -142,16 +142,16 @@ def test_training_is_exact_and_repeatable():
 
 
 def test_error_for_a_wrong_size_contains_a_valid_size():
-    message = refused(SubwordTokenizer.train, SENTENCES, 100_000)
+    message = get_error_message(SubwordTokenizer.train, SENTENCES, 100_000)
     largest = int(message.rsplit("at most ", 1)[1].split()[0])
     assert SubwordTokenizer.train(SENTENCES, largest).vocab_size == largest
-    assert "too large" in refused(SubwordTokenizer.train, SENTENCES, largest + 1)
-    message = refused(SubwordTokenizer.train, SENTENCES, 50)
+    assert "too large" in get_error_message(SubwordTokenizer.train, SENTENCES, largest + 1)
+    message = get_error_message(SubwordTokenizer.train, SENTENCES, 50)
     smallest = int(message.split(" pieces")[0].rsplit(" ", 1)[1])
     assert SubwordTokenizer.train(SENTENCES, smallest).vocab_size == smallest
     assert SubwordTokenizer.train(SENTENCES, 52, max_characters=20).vocab_size == 52
     for empty in ([], ["", " \n"]):
-        assert "text" in refused(SubwordTokenizer.train, empty, 100)
+        assert "text" in get_error_message(SubwordTokenizer.train, empty, 100)
 
 
 def test_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
@@ -200,7 +200,7 @@ def test_other_libraries_load_the_saved_files(lower_case, tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_different_tokenizer_is_not_replaced(tokenizer, tmp_path, name):
     (tmp_path / name).write_text("{}")
-    assert "other content" in refused(tokenizer.save, tmp_path)
+    assert "other content" in get_error_message(tokenizer.save, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -225,7 +225,7 @@ def test_damaged_tokenizer_is_refused(tokenizer, tmp_path, damage, expected_erro
         path.unlink()
     else:
         path.write_bytes(damage(path.read_bytes().decode()).encode())
-    message = refused(SubwordTokenizer.load, tmp_path)
+    message = get_error_message(SubwordTokenizer.load, tmp_path)
     assert expected_error in message and str(tmp_path) in message
 
 

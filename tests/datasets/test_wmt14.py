@@ -8,7 +8,7 @@ import pytest
 from dtransformer.datasets import read_tsv
 from examples.wmt14 import preprocess
 from examples.wmt14.faithful import faithful_examples
-from tests.datasets.refused import refused
+from tests.datasets.input_errors import get_error_message
 from tests.datasets.test_sgm import document, sgm
 
 ENGLISH, FRENCH = ["One & two.", "A\ttab."], ["Un & deux\u00a0?", "Un\u0085onglet."]
@@ -38,23 +38,25 @@ def test_prepare_writes_both_directions(folder, tmp_path):
 
 def test_prepare_refuses_mismatched_files(folder, tmp_path):
     (folder / preprocess.FRENCH).write_bytes(sgm(*document(FRENCH[:1])))
-    message = refused(preprocess.prepare, folder, tmp_path / "out")
+    message = get_error_message(preprocess.prepare, folder, tmp_path / "out")
     for expected_error in ("line 4", preprocess.ENGLISH, preprocess.FRENCH, "</doc>", "A\\ttab."):
         assert expected_error in message
     assert not (tmp_path / "out").exists()
 
 
 def test_prepare_refuses_missing_files(folder, tmp_path):
-    assert "does not exist" in refused(preprocess.prepare, tmp_path / "none", tmp_path / "out")
+    assert "does not exist" in get_error_message(
+        preprocess.prepare, tmp_path / "none", tmp_path / "out"
+    )
     (folder / preprocess.FRENCH).unlink()
-    assert preprocess.FRENCH in refused(preprocess.prepare, folder, tmp_path / "out")
+    assert preprocess.FRENCH in get_error_message(preprocess.prepare, folder, tmp_path / "out")
     for name in (preprocess.ENGLISH, preprocess.FRENCH):
         (folder / name).write_text("<doc>\n</doc>\n")
-    assert "no segment" in refused(preprocess.prepare, folder, tmp_path / "out")
+    assert "no segment" in get_error_message(preprocess.prepare, folder, tmp_path / "out")
 
 
 def test_verify_compares_the_sums(folder, monkeypatch):
-    message = refused(preprocess.verify, folder)
+    message = get_error_message(preprocess.verify, folder)
     assert "SHA-256" in message and preprocess.SHA256[preprocess.ENGLISH] in message
     sums = {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in preprocess.SHA256}
     monkeypatch.setattr(preprocess, "SHA256", sums)
@@ -88,9 +90,9 @@ def test_faithful_examples_follow_the_rules(tmp_path):
 def test_faithful_examples_refuse_mismatched_files(tmp_path):
     path = pairs_file(tmp_path, ("a b c d", "x y"))
     assert len(faithful_examples(path, 2, 2, vocab_size=7).source) == 1
-    assert "--vocab_size 7" in refused(faithful_examples, path, 2, 2, vocab_size=6)
-    assert "--src_len" in refused(faithful_examples, path, 10, 2)
-    assert "src_len=0" in refused(faithful_examples, path, 0, 2)
+    assert "--vocab_size 7" in get_error_message(faithful_examples, path, 2, 2, vocab_size=6)
+    assert "--src_len" in get_error_message(faithful_examples, path, 10, 2)
+    assert "src_len=0" in get_error_message(faithful_examples, path, 0, 2)
 
 
 def test_real_files_give_the_published_numbers(shared_data, tmp_path):

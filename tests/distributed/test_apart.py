@@ -55,7 +55,7 @@ STALL_SECONDS = "12"
 @needs_horovod
 @pytest.mark.long
 @pytest.mark.parametrize("scenario, axis", SCENARIOS)
-def test_the_job_ends_and_names_who_waits_in_what_for_whom(scenario, axis, tmp_path):
+def test_stalled_job_ends_and_reports_what_each_rank_waits_for(scenario, axis, tmp_path):
     environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
     arguments = ["-m", "tests.distributed.apart", scenario, axis, tmp_path]
     completed = launch(2, arguments, timeout=240, environment=environment)

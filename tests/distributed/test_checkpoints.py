@@ -21,10 +21,10 @@ from tests.distributed.tasks.checkpoints import (
     REPLICATED,
     RESTORED,
     RESUMED,
-    checkpoint_of,
+    checkpoint_path,
     replicated,
 )
-from tests.shared_runs import each, needs_horovod
+from tests.shared_runs import needs_horovod, parametrize_runs
 
 
 def run(task, layout):
@@ -51,7 +51,7 @@ def saved_restored_param(saved, restored):
     is_quick = is_near and {saved, restored} <= set(QUICK)
     marks = [] if is_quick else [pytest.mark.long, pytest.mark.runs(*SAVED)]
     if not is_near and restored != ALONE:
-        marks.append(pytest.mark.runs(run("restore_the_others", restored)))
+        marks.append(pytest.mark.runs(run("restore_remaining", restored)))
     return pytest.param(saved, restored, marks=marks)
 
 
@@ -65,16 +65,16 @@ each_layout = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def folder(ranks_of):
+def folder(rank_results):
     """Return the folder with the checkpoints of all layouts."""
     for name in SAVED:
-        if name in ranks_of:
-            ranks_of(name)
-    return ranks_of.folder
+        if name in rank_results:
+            rank_results(name)
+    return rank_results.folder
 
 
 @pytest.fixture(scope="module")
-def restored_losses(folder, ranks_of):
+def restored_losses(folder, rank_results):
     """Return a function of two layouts.
 
     It restores the first layout's checkpoint on the second layout, and returns the losses of the
@@ -84,8 +84,8 @@ def restored_losses(folder, ranks_of):
 
     def losses(saved, restored):
         if restored != ALONE:
-            task = "save_and_restore" if saved in RESTORED[restored] else "restore_the_others"
-            return ranks_of(run(task, restored))[0]["restored"][saved]
+            task = "save_and_restore" if saved in RESTORED[restored] else "restore_remaining"
+            return rank_results(run(task, restored))[0]["restored"][saved]
         if saved not in losses_by_layout:
             trainer = checkpoints.new_trainer(seed=OTHER_SEED)
             is_quick = saved in RESTORED[ALONE]
@@ -97,14 +97,14 @@ def restored_losses(folder, ranks_of):
     return losses
 
 
-def tensors_of(path):
+def load_tensors(path):
     reader = tf.train.load_checkpoint(str(path))
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
-def state_of(path):
+def load_state(path):
     """Return all tensors of a checkpoint except for the metrics of the epoch."""
-    return {name: x for name, x in tensors_of(path).items() if not name.startswith("metrics/")}
+    return {name: x for name, x in load_tensors(path).items() if not name.startswith("metrics/")}
 
 
 @each_pair
@@ -112,8 +112,8 @@ def test_restored_state_equals_the_saved_state_bit_for_bit(
     saved, restored, folder, restored_losses
 ):
     restored_losses(saved, restored)  # This saves the restored state again.
-    expected = state_of(checkpoint_of(folder, saved))
-    actual = state_of(checkpoint_of(folder, saved, restored))
+    expected = load_state(checkpoint_path(folder, saved))
+    actual = load_state(checkpoint_path(folder, saved, restored))
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
@@ -121,32 +121,32 @@ def test_restored_state_equals_the_saved_state_bit_for_bit(
 
 @each_pair
 def test_losses_after_restoring_match_the_uninterrupted_run(
-    saved, restored, ranks_of, restored_losses
+    saved, restored, rank_results, restored_losses
 ):
-    expected = ranks_of(run("save_and_restore", saved))[0]["after"]
+    expected = rank_results(run("save_and_restore", saved))[0]["after"]
     np.testing.assert_allclose(restored_losses(saved, restored), expected, rtol=PARITY_LOSS)
 
 
 SUMS = [run("sums_over_rows", name) for name in (ALONE, "dp2@2x1+whole1", "dp2mp2@2x2+rows+whole1")]
 
 
-@each(SUMS[1:], SUMS[1:], lambda job: SUMS[:1])
-def test_adafactor_row_sums_match_one_process(run, ranks_of):
-    (alone,), (job, *_) = ranks_of(SUMS[0]), ranks_of(run)
-    path = ranks_of.folder / f"adafactor-{Run.of(run).layout.name}"
+@parametrize_runs(SUMS[1:], SUMS[1:], lambda job: SUMS[:1])
+def test_adafactor_row_sums_match_one_process(run, rank_results):
+    (alone,), (job, *_) = rank_results(SUMS[0]), rank_results(run)
+    path = rank_results.folder / f"adafactor-{Run.of(run).layout.name}"
     one_process_losses = checkpoints.continued(checkpoints.new_trainer("adafactor"), path)
     for losses in (job["after"], job["restored"], one_process_losses):
         np.testing.assert_allclose(losses, alone["after"], rtol=PARITY_LOSS)
-    expected = state_of(ranks_of.folder / f"adafactor-{ALONE}")
-    assert {n: x.shape for n, x in state_of(path).items()} == {
+    expected = load_state(rank_results.folder / f"adafactor-{ALONE}")
+    assert {n: x.shape for n, x in load_state(path).items()} == {
         n: x.shape for n, x in expected.items()
     }
 
 
 @each_layout
 def test_tensor_names_and_shapes_do_not_depend_on_the_layout(name, folder):
-    expected = state_of(checkpoint_of(folder, ALONE))
-    actual = state_of(checkpoint_of(folder, name))
+    expected = load_state(checkpoint_path(folder, ALONE))
+    actual = load_state(checkpoint_path(folder, name))
     assert {n: x.shape for n, x in actual.items()} == {n: x.shape for n, x in expected.items()}
     assert actual["network/source_embedding/table"].shape == (61, 32), "without padding"
     assert "optimizer/velocities/source_embedding/table" in actual
@@ -154,9 +154,9 @@ def test_tensor_names_and_shapes_do_not_depend_on_the_layout(name, folder):
 
 @each_layout
 def test_each_byte_is_written_once(name, folder):
-    path = checkpoint_of(folder, name)
+    path = checkpoint_path(folder, name)
     written = sum(file.stat().st_size for file in path.glob("state.data-*"))
-    assert written == sum(value.nbytes for value in tensors_of(path).values())
+    assert written == sum(value.nbytes for value in load_tensors(path).values())
     sizes = [file.stat().st_size for file in path.glob("state.data-*")]
     assert len(sizes) == layout_of(name).ranks
     if layout_of(name).stages == 1:
@@ -168,7 +168,7 @@ def test_each_byte_is_written_once(name, folder):
 )
 def test_missing_or_damaged_file_is_replaced_by_its_replica(name, folder, capsys):
     path = replicated(folder, name)
-    expected = tensors_of(path)
+    expected = load_tensors(path)
     copies = sorted(path.glob("replicas/state.data-*"))
     assert len(copies) == 2, "what both ranks hold"
     for i, copy in enumerate(copies):
@@ -179,7 +179,7 @@ def test_missing_or_damaged_file_is_replaced_by_its_replica(name, folder, capsys
         file.unlink() if i else file.write_bytes(b"damaged")
     checkpoints.new_trainer(seed=OTHER_SEED).restore(path)
     assert capsys.readouterr().out.count("Replaced a damaged file by its replica") == 2
-    actual = tensors_of(path)
+    actual = load_tensors(path)
     for tensor, value in expected.items():
         np.testing.assert_array_equal(actual[tensor], value, err_msg=tensor)
 
@@ -208,8 +208,8 @@ def test_missing_file_without_a_replica_raises_an_error(folder, tmp_path):
         for name in RESUMED
     ],
 )
-def test_resumed_losses_equal_uninterrupted_losses_bit_for_bit(name, ranks_of):
-    results = ranks_of(run("resume", name))[0]
+def test_resumed_losses_equal_uninterrupted_losses_bit_for_bit(name, rank_results):
+    results = rank_results(run("resume", name))[0]
     uninterrupted, resumed = results["uninterrupted"], results["resumed"]
     assert len(uninterrupted["losses"]) == 10 and len(resumed["losses"]) == 7
     assert resumed["losses"] == uninterrupted["losses"][3:]

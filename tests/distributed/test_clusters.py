@@ -13,17 +13,17 @@ from harness.networks import loss_of, make
 from harness.runs import Run
 from harness.training import _data
 from tests.distributed.parity_runs import LONG, RUNS
-from tests.shared_runs import each, on_ranks
-from tests.trainers.test_xla import compilations
+from tests.shared_runs import on_ranks, parametrize_runs
+from tests.trainers.test_xla import count_compilations
 
 STEPS, NETWORK = 5, "causal"
 PRODUCTS = {"MatMul", "_MklMatMul", "BatchMatMulV2", "Einsum"}
 
 
-@each([run for run in RUNS if run.endswith("+gpu")], LONG)
-def test_matrix_products_are_in_clusters_and_collectives_are_not(run, ranks_of):
+@parametrize_runs([run for run in RUNS if run.endswith("+gpu")], LONG)
+def test_matrix_products_are_in_clusters_and_collectives_are_not(run, rank_results):
     layout = Run.of(run).layout
-    for rank in ranks_of(run):
+    for rank in rank_results(run):
         assert rank["clusters"] > 1
         # TensorFlow forms no cluster for a single product, as in some backward passes of stages.
         if layout.stages == 1:
@@ -49,7 +49,7 @@ def _trained():
     fit = lambda batches: trainer.fit(batches, verbose=0, shard=False)
     fit(data.take(1))
     with tempfile.TemporaryDirectory() as folder:
-        recompilations = compilations(lambda: fit(data.skip(1)), pathlib.Path(folder))
+        recompilations = count_compilations(lambda: fit(data.skip(1)), pathlib.Path(folder))
     assert trainer.num_steps == STEPS
     return trainer._program.compiler.clusters, recompilations
 

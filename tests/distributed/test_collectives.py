@@ -5,7 +5,7 @@ import pytest
 
 from harness.tolerances import PARITY_LOSS
 from tests.distributed.tasks.collectives.checks import CHECKS, is_quick
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASKS = "tests.distributed.tasks.collectives:"
 
@@ -29,10 +29,10 @@ def checks(num_ranks):
         if size in sizes
     ],
 )
-def test_collective_check_passes_on_every_rank(num_ranks, name, ranks_of):
+def test_collective_check_passes_on_every_rank(num_ranks, name, rank_results):
     failures = [
         f"rank {rank}: {text}"
-        for rank, results in enumerate(ranks_of(checks(num_ranks)))
+        for rank, results in enumerate(rank_results(checks(num_ranks)))
         for text in results[name]
     ]
     assert not failures, "\n".join(failures)
@@ -44,9 +44,9 @@ ALONE = f"{TASKS}hybrid_example/alone@1x1"
 HYBRID = [f"{TASKS}hybrid_example/dp2@2x1", f"{TASKS}hybrid_example/dp4@4x1"]
 
 
-@each(HYBRID, HYBRID[1:], lambda run: [ALONE])
-def test_hybrid_parallel_has_the_losses_of_one_process(run, ranks_of):
-    expected = ranks_of(ALONE)[0]["losses"]
+@parametrize_runs(HYBRID, HYBRID[1:], lambda run: [ALONE])
+def test_hybrid_parallel_losses_match_one_process(run, rank_results):
+    expected = rank_results(ALONE)[0]["losses"]
     assert len(expected) == 10 and expected[-1] < expected[0] / 2
-    for rank in ranks_of(run):
+    for rank in rank_results(run):
         np.testing.assert_allclose(rank["losses"], expected, rtol=PARITY_LOSS)

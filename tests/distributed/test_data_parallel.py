@@ -10,7 +10,7 @@ from dtransformer.trainers.rank_agreement import prepare_callbacks
 from dtransformer.trainers.row_sharding import RowSharding
 from harness.tasks import TASKS
 from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS
-from tests.shared_runs import each, on_ranks
+from tests.shared_runs import on_ranks, parametrize_runs
 
 IN_16_BITS = ("gradients_in_16_bits", "all_gradients_in_16_bits")
 NOT_EXACT = ("dropout", "mixed_float16", "master_weights", *IN_16_BITS)
@@ -61,10 +61,10 @@ EXACT = [
 ]
 
 
-@each(EXACT, LONG, lambda run: [one_process(run)])
-def test_losses_and_weights_match_one_process(run, ranks_of):
-    (expected,) = ranks_of(one_process(run))
-    for rank in ranks_of(run):
+@parametrize_runs(EXACT, LONG, lambda run: [one_process(run)])
+def test_losses_and_weights_match_one_process(run, rank_results):
+    (expected,) = rank_results(one_process(run))
+    for rank in rank_results(run):
         np.testing.assert_allclose(rank["step_losses"], expected["step_losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["gradient_norms"], expected["gradient_norms"], rtol=1e-4)
         for key in {"loss", "accuracy", "hit_rate"} & set(expected["history"]):
@@ -76,25 +76,25 @@ def test_losses_and_weights_match_one_process(run, ranks_of):
         assert rank["weights"] == pytest.approx(expected["weights"], rel=PARITY_WEIGHTS)
 
 
-@each(ALL, LONG)
-def test_ranks_agree_bit_for_bit(run, ranks_of):
-    first, second = ranks_of(run)
+@parametrize_runs(ALL, LONG)
+def test_ranks_agree_bit_for_bit(run, rank_results):
+    first, second = rank_results(run)
     assert first["step_losses"] == second["step_losses"]
     assert first["weights"] == second["weights"]
 
 
-@each(EXACT, LONG)
-def test_losses_decrease(run, ranks_of):
-    losses = ranks_of(run)[0]["step_losses"]
+@parametrize_runs(EXACT, LONG)
+def test_losses_decrease(run, rank_results):
+    losses = rank_results(run)[0]["step_losses"]
     half = len(losses) // 2  # `steps_per_execution` logs only every fifth step.
     assert np.mean(losses[half:]) < np.mean(losses[:half])
 
 
 @pytest.mark.long
 @pytest.mark.runs(two_ranks("mixed_float16"), two_ranks("master_weights"))
-def test_sharded_master_weights_give_the_losses_of_replicated_weights(ranks_of):
-    replicated = ranks_of(two_ranks("mixed_float16"))[0]
-    sharded = ranks_of(two_ranks("master_weights"))[0]
+def test_sharded_master_weights_give_the_losses_of_replicated_weights(rank_results):
+    replicated = rank_results(two_ranks("mixed_float16"))[0]
+    sharded = rank_results(two_ranks("master_weights"))[0]
     assert sharded["step_losses"] == replicated["step_losses"], "to the last bit"
     assert sharded["weights"] == replicated["weights"]
     for planned, measured in sharded["memory"].values():
@@ -108,22 +108,22 @@ def test_sharded_master_weights_give_the_losses_of_replicated_weights(ranks_of):
         assert sharded["memory"][kind][0] < allowed * parameters
 
 
-@each([two_ranks("mixed_float16")], LONG, lambda run: [one_process(run)])
-def test_16_bit_losses_are_those_of_one_process(run, ranks_of):
-    (expected,), (found, _) = ranks_of(one_process(run)), ranks_of(run)
+@parametrize_runs([two_ranks("mixed_float16")], LONG, lambda run: [one_process(run)])
+def test_16_bit_losses_match_one_process(run, rank_results):
+    (expected,), (found, _) = rank_results(one_process(run)), rank_results(run)
     np.testing.assert_allclose(found["step_losses"], expected["step_losses"], rtol=5e-3)
 
 
-@each([two_ranks("untied"), two_ranks("mixed_float16")], LONG)
-def test_each_gradient_is_sent_once(run, ranks_of):
-    for rank in ranks_of(run):
+@parametrize_runs([two_ranks("untied"), two_ranks("mixed_float16")], LONG)
+def test_each_gradient_is_sent_once(run, rank_results):
+    for rank in rank_results(run):
         other_elements = rank["sent"] - rank["parameters"]
         assert 0 < other_elements < 20, "the remaining elements are counters and sums of the logs"
 
 
-@each(OVERFLOWS, LONG)
-def test_overflow_on_one_rank_skips_the_step_on_all_ranks(run, ranks_of):
-    for rank in ranks_of(run):
+@parametrize_runs(OVERFLOWS, LONG)
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(run, rank_results):
+    for rank in rank_results(run):
         weights, scales = rank["weights_by_step"], rank["loss_scale"]
         assert weights[2] == weights[1], "to the last bit"
         assert weights[1] != weights[0] and weights[3] != weights[2] != weights[4]
@@ -133,18 +133,18 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(run, ranks_of):
         assert is_finite == [True, True, False, True, True], "each step's own loss, as in Keras"
 
 
-@each(list(map(two_ranks, IN_16_BITS)), LONG, lambda run: [one_process(run)])
-def test_gradients_can_be_reduced_in_16_bits(run, ranks_of):
-    losses = ranks_of(run)[0]["step_losses"]
-    expected = ranks_of(one_process(run))[0]["step_losses"][: len(losses)]
+@parametrize_runs(list(map(two_ranks, IN_16_BITS)), LONG, lambda run: [one_process(run)])
+def test_gradients_can_be_reduced_in_16_bits(run, rank_results):
+    losses = rank_results(run)[0]["step_losses"]
+    expected = rank_results(one_process(run))[0]["step_losses"][: len(losses)]
     assert len(losses) == 3
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
     assert losses != expected
 
 
-@each([two_ranks("untied")])
-def test_each_of_20_steps_has_another_loss(run, ranks_of):
-    losses = ranks_of(run)[0]["step_losses"]
+@parametrize_runs([two_ranks("untied")])
+def test_all_20_steps_have_different_losses(run, rank_results):
+    losses = rank_results(run)[0]["step_losses"]
     assert len(losses) == len(set(losses)) == 20
 
 

@@ -58,6 +58,6 @@ def test_collectives_work_after_an_invalid_layout():
 
 
 @on_ranks("dp2mp2@2x2")
-def test_a_mesh_of_ranks_that_were_in_smaller_ones_is_refused():
+def test_larger_mesh_after_smaller_meshes_raises_an_error():
     with pytest.raises(RuntimeError, match="meshes of 2 ranks, but the ranks were in meshes of 1"):
         dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=2))

@@ -42,13 +42,13 @@ TASKS = "tests.distributed.tasks.errors:"
     "run, action",
     [pytest.param(*case, marks=pytest.mark.runs(TASKS + case[0])) for case in WRONG],
 )
-def test_every_rank_raises_an_error_that_explains_the_fault(run, action, ranks_of):
-    for rank in ranks_of(TASKS + run):
+def test_every_rank_raises_an_error_that_explains_the_fault(run, action, rank_results):
+    for rank in rank_results(TASKS + run):
         for words in WRONG[run, action]:
             assert words in rank[action]
 
 
 @pytest.mark.runs(TASKS + "checkpoints/dp2@2x1")
-def test_checkpoint_is_unchanged_after_failed_saves(ranks_of):
-    for rank in ranks_of(TASKS + "checkpoints/dp2@2x1"):
+def test_checkpoint_is_unchanged_after_failed_saves(rank_results):
+    for rank in rank_results(TASKS + "checkpoints/dp2@2x1"):
         assert rank["restored in the end"] == 0

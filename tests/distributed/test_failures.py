@@ -44,7 +44,7 @@ STALL_SECONDS = "12"
     "how, axis",
     [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case in FAILURES],
 )
-def test_a_rank_that_fails_ends_the_job(how, axis, tmp_path):
+def test_failed_rank_ends_the_job(how, axis, tmp_path):
     """The timeout allows for the start, five steps and a minute."""
     environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
     arguments = ["-m", "tests.distributed.failing", how, axis, tmp_path]

@@ -16,7 +16,7 @@ from dtransformer.trainers import Trainer
 from harness.layouts import layout_of
 from harness.networks import loss_of, make
 from harness.training import _data
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASK = "tests.distributed.test_gpu_kernels:audit"
 QUICK = "cp2@1x2+ring pp2m4-1f1b@2x1+bf16".split()
@@ -168,17 +168,17 @@ TASKS = {"audit": audit}
 QUICK, LONG = ([f"{TASK}/{layout_of(name).name}" for name in names] for names in (QUICK, LONG))
 
 
-@each([*QUICK, *LONG], long=LONG)
-def test_every_operation_of_a_training_step_has_a_gpu_kernel(run, ranks_of):
-    for rank in ranks_of(run):
+@parametrize_runs([*QUICK, *LONG], long=LONG)
+def test_every_operation_of_a_training_step_has_a_gpu_kernel(run, rank_results):
+    for rank in rank_results(run):
         assert rank["nodes"] > 100
         missing = {op: n for op, n in rank["missing"].items() if op not in ON_HOST}
         assert not missing
 
 
-@each([*QUICK, *LONG], long=LONG)
-def test_the_host_waits_for_no_result_of_a_gpu(run, ranks_of):
-    for rank in ranks_of(run):
+@parametrize_runs([*QUICK, *LONG], long=LONG)
+def test_host_never_waits_for_gpu_results(run, rank_results):
+    for rank in rank_results(run):
         assert not set(rank["waits"]) - set(WAITED_FOR)
 
 

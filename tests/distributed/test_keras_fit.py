@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.tolerances import PARITY_LOSS
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASKS = "tests.distributed.tasks."
 QUICK = {
@@ -47,15 +47,15 @@ def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@each(RUNS, LONG, lambda run: [one_process(run)])
-def test_history_and_outputs_match_keras(run, ranks_of):
-    (expected,) = ranks_of(one_process(run))
-    for rank in ranks_of(run):
+@parametrize_runs(RUNS, LONG, lambda run: [one_process(run)])
+def test_history_and_outputs_match_keras(run, rank_results):
+    (expected,) = rank_results(one_process(run))
+    for rank in rank_results(run):
         for kind in ("history", "evaluation"):
             for name in set(expected[kind]) - (OUTPUT_LOSSES):
                 assert rank[kind][name] == pytest.approx(expected[kind][name], PARITY_LOSS), name
         if "log_folders" in rank:
-            rank_folders = [f"rank_{rank_index}" for rank_index in range(1, len(ranks_of(run)))]
+            rank_folders = [f"rank_{rank_index}" for rank_index in range(1, len(rank_results(run)))]
             assert rank["log_folders"] == [*rank_folders, "train"]
         if "keeps" in run:
             assert rank["begun"] == expected["begun"]

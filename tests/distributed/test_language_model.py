@@ -5,7 +5,7 @@ import pytest
 
 from harness.tolerances import PARITY_LOSS
 from tests.distributed.tasks.language_model import STOP
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASKS = "tests.distributed.tasks.language_model:"
 LONG = [
@@ -21,25 +21,25 @@ def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-each_run = each(LONG, LONG, lambda run: [one_process(run)])
+each_run = parametrize_runs(LONG, LONG, lambda run: [one_process(run)])
 
 
 @each_run
-def test_losses_match_one_process(run, ranks_of):
-    (expected,) = ranks_of(one_process(run))
-    for rank in ranks_of(run):
+def test_losses_match_one_process(run, rank_results):
+    (expected,) = rank_results(one_process(run))
+    for rank in rank_results(run):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
 
 
 @each_run
-def test_resumed_run_continues_bit_for_bit(run, ranks_of):
-    for rank in (*ranks_of(run), *ranks_of(one_process(run))):
+def test_resumed_run_continues_bit_for_bit(run, rank_results):
+    for rank in (*rank_results(run), *rank_results(one_process(run))):
         np.testing.assert_array_equal(rank["resumed"], rank["losses"][STOP:])
         assert rank["same_weights"]
 
 
 @pytest.mark.runs(f"{TASKS}gpt/alone@1x1")
-def test_language_model_loss_decreases(ranks_of):
-    losses = ranks_of(f"{TASKS}gpt/alone@1x1")[0]["losses"]
+def test_language_model_loss_decreases(rank_results):
+    losses = rank_results(f"{TASKS}gpt/alone@1x1")[0]["losses"]
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])

@@ -4,7 +4,7 @@ import re
 
 from harness.compare import weights
 from harness.runs import Run
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 RUNS = """
     causal.used/mp2m2-interleaved2@2x1+rows+sp+recompute
@@ -25,11 +25,11 @@ def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@each(RUNS, LONG, reads=lambda run: [one_process(run)] * (".used" in run))
-def test_rank_holds_only_its_shards(run, ranks_of):
+@parametrize_runs(RUNS, LONG, reads=lambda run: [one_process(run)] * (".used" in run))
+def test_rank_stores_only_its_shards(run, rank_results):
     layout = Run.of(run).layout
     shards_of_a_rank = min(layout.devices, layout.model)
-    for rank in ranks_of(run):
+    for rank in rank_results(run):
         sharded, replicated = 0, 0
         for path, weight in weights(rank, "final").items():
             if SHARDED.search(path) or (layout.rows and path.endswith("embedding/table")):

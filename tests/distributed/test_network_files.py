@@ -6,16 +6,16 @@ import keras
 import numpy as np
 
 from tests.distributed.tasks.network_files import make
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASK = "tests.distributed.tasks.network_files:saved"
 LONG = [f"{TASK}/{layout}" for layout in ("pp2m2-1f1b@2x1", "mp2@2x1", "dp2@2x1")]
 RUNS = [f"{TASK}/dp2@2x1+shard3", *LONG]
 
 
-@each(RUNS, LONG)
-def test_files_contain_all_weights(run, ranks_of):
-    first, *_ = ranks_of(run)
+@parametrize_runs(RUNS, LONG)
+def test_files_contain_all_weights(run, rank_results):
+    first, *_ = rank_results(run)
     folder = pathlib.Path(first["folder"])
     expected, loaded = make(), make()
     expected.load_weights(folder / "trainer.weights.h5")
@@ -28,7 +28,7 @@ def test_files_contain_all_weights(run, ranks_of):
     assert (folder / "alone.weights.h5").exists() == run.endswith("dp2@2x1")
 
 
-@each(RUNS, LONG)
-def test_save_error_of_rank_0_is_raised_on_every_rank(run, ranks_of):
-    for rank in ranks_of(run):
+@parametrize_runs(RUNS, LONG)
+def test_save_error_of_rank_0_is_raised_on_every_rank(run, rank_results):
+    for rank in rank_results(run):
         assert "weights.h5" in rank["message"]

@@ -9,7 +9,7 @@ from harness.runs import Run
 from harness.tolerances import PARITY_LOSS
 from tests.distributed.tasks import own_models
 from tests.distributed.tasks.own_models import STEPS
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASKS = "tests.distributed.tasks.own_models:"
 LAYOUTS = """
@@ -23,11 +23,11 @@ def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@each(RUNS, RUNS, lambda run: [one_process(run)])
-def test_numbers_are_those_of_keras(run, ranks_of):
-    (expected,) = ranks_of(one_process(run))
+@parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
+def test_losses_weights_and_predictions_match_keras(run, rank_results):
+    (expected,) = rank_results(one_process(run))
     assert len(set(expected["losses"])) == STEPS
-    for rank in ranks_of(run):
+    for rank in rank_results(run):
         assert rank["parameters"] == expected["parameters"]
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         for name, value in expected["evaluation"].items():
@@ -36,34 +36,36 @@ def test_numbers_are_those_of_keras(run, ranks_of):
             np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)
 
 
-@each(RUNS, RUNS, lambda run: [one_process(run)])
-def test_a_saved_model_is_loaded_in_one_process(run, ranks_of):
-    ranks_of(run)
+@parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
+def test_saved_model_is_loaded_in_one_process(run, rank_results):
+    rank_results(run)
     name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
     classes = own_models.Tagger, own_models.VisionTransformer, own_models.Block
     custom_objects = {cls.__name__: cls for cls in classes}
     model = keras.saving.load_model(
-        own_models.file_of(ranks_of.folder, name, layout), custom_objects
+        own_models.model_path(rank_results.folder, name, layout), custom_objects
     )
     outputs = keras.tree.flatten(model.predict(own_models.INPUTS[name], verbose=0))
-    (expected,) = ranks_of(one_process(run))
+    (expected,) = rank_results(one_process(run))
     for i, output in enumerate(outputs):
         np.testing.assert_allclose(output, expected[f"outputs/{i}"], atol=PARITY_LOSS)
 
 
-@each(RUNS, RUNS, lambda run: [one_process(run)])
-def test_an_exported_model_is_served(run, ranks_of):
-    ranks_of(run)
+@parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
+def test_exported_model_is_served(run, rank_results):
+    rank_results(run)
     name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
-    served = tf.saved_model.load(own_models.file_of(ranks_of.folder, name, layout).with_suffix(""))
+    served = tf.saved_model.load(
+        own_models.model_path(rank_results.folder, name, layout).with_suffix("")
+    )
     outputs = keras.tree.flatten(served.serve(own_models.INPUTS[name]))
-    (expected,) = ranks_of(one_process(run))
+    (expected,) = rank_results(one_process(run))
     for i, output in enumerate(outputs):
         np.testing.assert_allclose(output, expected[f"outputs/{i}"], atol=PARITY_LOSS)
 
 
-@each(PIPELINES, PIPELINES, lambda run: [one_process(run)])
-def test_each_stage_has_some_of_the_weights(run, ranks_of):
-    (expected,), ranks = ranks_of(one_process(run)), ranks_of(run)
+@parametrize_runs(PIPELINES, PIPELINES, lambda run: [one_process(run)])
+def test_each_stage_has_some_of_the_weights(run, rank_results):
+    (expected,), ranks = rank_results(one_process(run)), rank_results(run)
     assert sum(rank["num_weights"] for rank in ranks) == expected["num_weights"]
     assert min(rank["num_weights"] for rank in ranks) > 0

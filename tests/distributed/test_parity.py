@@ -10,22 +10,22 @@ from harness.runs import Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
 from harness.training import SEARCHES, SHORT_SEARCHES, SHORT_STEPS, USED, weights_file
 from tests.distributed.parity_runs import LONG, QUICK, RUNS
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 USED_RUNS = [run for run in RUNS if USED in run]
 
 
-def network_of(run):
+def network_name(run):
     return Run.of(run).task.removesuffix(USED)
 
 
-def alone(run):
+def one_process_run(run):
     """Return the run of the same network in one process."""
-    network, layout = network_of(run), Run.of(run).layout
+    network, layout = network_name(run), Run.of(run).layout
     if kind_of(network) == "dropout":  # The dropout masks depend on the micro-batches.
         return f"{network}/m{layout.micro_batches}@1x1"
     runs = QUICK if run in QUICK else RUNS  # The quick suite skips unneeded runs.
-    is_used = any(USED in other_run and network_of(other_run) == network for other_run in runs)
+    is_used = any(USED in other_run and network_name(other_run) == network for other_run in runs)
     return f"{network}{USED * is_used}/alone@1x1"
 
 
@@ -37,40 +37,42 @@ def merge_rank_weights(ranks, kind):
     }
 
 
-each_run = each(RUNS, LONG, lambda run: [alone(run)])
-each_used = each(USED_RUNS, LONG, lambda run: [alone(run)])
-each_generating = each(
-    [run for run in USED_RUNS if kind_of(network_of(run)) != "bert"], LONG, lambda run: [alone(run)]
+each_run = parametrize_runs(RUNS, LONG, lambda run: [one_process_run(run)])
+each_used = parametrize_runs(USED_RUNS, LONG, lambda run: [one_process_run(run)])
+each_generating = parametrize_runs(
+    [run for run in USED_RUNS if kind_of(network_name(run)) != "bert"],
+    LONG,
+    lambda run: [one_process_run(run)],
 )
 
 
 @each_run
-def test_losses_and_weights_match_one_process(run, ranks_of):
-    ranks, (expected,) = ranks_of(run), ranks_of(alone(run))
+def test_losses_and_weights_match_one_process(run, rank_results):
+    ranks, (expected,) = rank_results(run), rank_results(one_process_run(run))
     assert len(set(expected["losses"])) == len(expected["losses"]) >= SHORT_STEPS
     assert merge_rank_weights(ranks, "final").keys() == weights(expected, "final").keys()
     results = {name: value for rank in reversed(ranks) for name, value in rank.items()}
-    results = differences(results, expected, network_of(run))
+    results = differences(results, expected, network_name(run))
     assert results["loss"] <= PARITY_LOSS
     assert results["weights"] <= PARITY_WEIGHTS, results["where"]
 
 
-@each([run for run in RUNS if "moe" in run], LONG, lambda run: [alone(run)])
-def test_expert_assignments_match_one_process(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
-    for rank in ranks_of(run):
+@parametrize_runs([run for run in RUNS if "moe" in run], LONG, lambda run: [one_process_run(run)])
+def test_expert_assignments_match_one_process(run, rank_results):
+    (expected,) = rank_results(one_process_run(run))
+    for rank in rank_results(run):
         np.testing.assert_array_equal(rank["taken"], expected["taken"])
 
 
 @each_run
-def test_initial_weights_do_not_depend_on_the_layout(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
-    assert_same(merge_rank_weights(ranks_of(run), "initial"), weights(expected, "initial"))
+def test_initial_weights_do_not_depend_on_the_layout(run, rank_results):
+    (expected,) = rank_results(one_process_run(run))
+    assert_same(merge_rank_weights(rank_results(run), "initial"), weights(expected, "initial"))
 
 
-@each([run for run in RUNS if Run.of(run).layout.ranks > 1], LONG)
-def test_ranks_agree_bit_for_bit(run, ranks_of):
-    ranks = ranks_of(run)
+@parametrize_runs([run for run in RUNS if Run.of(run).layout.ranks > 1], LONG)
+def test_ranks_agree_bit_for_bit(run, rank_results):
+    ranks = rank_results(run)
     common = merge_rank_weights(ranks, "final")
     for rank in ranks:
         np.testing.assert_array_equal(rank["losses"], ranks[0]["losses"])
@@ -79,9 +81,9 @@ def test_ranks_agree_bit_for_bit(run, ranks_of):
 
 
 @each_used
-def test_evaluation_and_prediction_match_one_process(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
-    for rank in ranks_of(run):
+def test_evaluation_and_prediction_match_one_process(run, rank_results):
+    (expected,) = rank_results(one_process_run(run))
+    for rank in rank_results(run):
         np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
 
@@ -94,24 +96,26 @@ def test_evaluation_and_prediction_match_one_process(run, ranks_of):
         for search in SEARCHES
     ],
 )
-def test_translations_match_one_process(run, search, ranks_of):
-    (expected,) = ranks_of(alone(run))
-    for rank in ranks_of(run):
+def test_translations_match_one_process(run, search, rank_results):
+    (expected,) = rank_results(one_process_run(run))
+    for rank in rank_results(run):
         np.testing.assert_array_equal(rank[search], expected[search])
 
 
 @each_used
-def test_weights_saved_on_ranks_load_in_one_process(run, ranks_of):
-    trained = merge_rank_weights(ranks_of(run), "final")
-    model, _ = make(network_of(run))
-    Trainer(model).load_weights(weights_file(ranks_of.folder, network_of(run), Run.of(run).layout))
+def test_weights_saved_on_ranks_load_in_one_process(run, rank_results):
+    trained = merge_rank_weights(rank_results(run), "final")
+    model, _ = make(network_name(run))
+    Trainer(model).load_weights(
+        weights_file(rank_results.folder, network_name(run), Run.of(run).layout)
+    )
     assert_same(trained, {weight.path: weight.numpy() for weight in model.weights})
 
 
 @each_used
-def test_weights_saved_by_one_process_load_on_ranks(run, ranks_of):
-    expected = weights(ranks_of(alone(run))[0], "final")
-    for rank in ranks_of(run):
+def test_weights_saved_by_one_process_load_on_ranks(run, rank_results):
+    expected = weights(rank_results(one_process_run(run))[0], "final")
+    for rank in rank_results(run):
         loaded = weights(rank, "loaded")
         assert loaded.keys() == weights(rank, "final").keys()
         assert_same(loaded, {path: expected[path] for path in loaded})

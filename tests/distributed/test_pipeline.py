@@ -14,23 +14,23 @@ from harness.runs import Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS
 from tests.distributed.parity_runs import LONG, RUNS
 from tests.distributed.tasks import pipeline
-from tests.distributed.test_parity import alone, network_of
-from tests.shared_runs import each
+from tests.distributed.test_parity import network_name, one_process_run
+from tests.shared_runs import parametrize_runs
 from tests.tolerances import TRAINING
 
 PIPELINES = [run for run in RUNS if Run.of(run).layout.stages > 1]
 
 
-@each(PIPELINES, LONG, lambda run: [alone(run)])
-def test_rank_has_only_the_weights_of_its_stage(run, ranks_of):
-    network, layout = network_of(run), Run.of(run).layout
-    all_weights = weights(ranks_of(alone(run))[0], "final")
+@parametrize_runs(PIPELINES, LONG, lambda run: [one_process_run(run)])
+def test_rank_has_only_the_weights_of_its_stage(run, rank_results):
+    network, layout = network_name(run), Run.of(run).layout
+    all_weights = weights(rank_results(one_process_run(run))[0], "final")
     stacks = _stacks(network, layout)
     has_head = any("head/" in path for path in all_weights)
     is_tied = not any(path.endswith("head/kernel") for path in all_weights)
     place = schedules.SCHEDULES[layout.schedule].place
     stage_of_chunk = place(layout.stages, layout.chunks).stage_of_chunk
-    for rank, results in enumerate(ranks_of(run)):
+    for rank, results in enumerate(rank_results(run)):
         stage = rank * layout.stages // layout.ranks
         rank_weights = weights(results, "final")
         names = {
@@ -68,8 +68,8 @@ def one_process(task, layout="m4@1x1"):
 
 
 @pytest.mark.runs(stages("overflow_on_one_stage"))
-def test_overflow_on_one_stage_skips_the_step_on_all_stages(ranks_of):
-    ranks = ranks_of(stages("overflow_on_one_stage"))
+def test_overflow_on_one_stage_skips_the_step_on_all_stages(rank_results):
+    ranks = rank_results(stages("overflow_on_one_stage"))
     for result in ranks:
         assert result["skipped_steps"] == [0, 0, 1, 1, 1]
         assert result["loss_scale"][3] == result["loss_scale"][2] / 2
@@ -86,9 +86,9 @@ def test_overflow_on_one_stage_skips_the_step_on_all_stages(ranks_of):
 
 
 @pytest.mark.runs(stages("keras_metrics"), one_process("keras_metrics"))
-def test_keras_metrics_match_one_process(ranks_of):
-    (expected,) = ranks_of(one_process("keras_metrics"))
-    for rank in ranks_of(stages("keras_metrics")):
+def test_keras_metrics_match_one_process(rank_results):
+    (expected,) = rank_results(one_process("keras_metrics"))
+    for rank in rank_results(stages("keras_metrics")):
         for name, values in expected.items():
             assert rank[name] == pytest.approx(values, rel=TRAINING), name
 
@@ -99,25 +99,25 @@ LOSSES = tuple(
 LOSSES_ALONE = one_process("losses", "alone@1x1")
 
 
-@each(LOSSES, LOSSES, lambda run: [LOSSES_ALONE])
-def test_losses_of_every_schedule_are_those_of_one_process(run, ranks_of):
-    (expected,) = ranks_of(LOSSES_ALONE)
-    losses = ranks_of(run)[0]["without_sleeps"]
+@parametrize_runs(LOSSES, LOSSES, lambda run: [LOSSES_ALONE])
+def test_losses_of_every_schedule_match_one_process(run, rank_results):
+    (expected,) = rank_results(LOSSES_ALONE)
+    losses = rank_results(run)[0]["without_sleeps"]
     assert losses == pytest.approx(expected["without_sleeps"], rel=PARITY_LOSS)
 
 
-@each(LOSSES, LOSSES)
-def test_sleeps_before_instructions_change_nothing(run, ranks_of):
-    for rank in ranks_of(run):
+@parametrize_runs(LOSSES, LOSSES)
+def test_sleeps_before_instructions_change_nothing(run, rank_results):
+    for rank in rank_results(run):
         losses = rank["without_sleeps"]
         assert len(rank["with_sleeps"]) >= 1 and len(set(losses)) == 10
         assert all(delayed_losses == losses for delayed_losses in rank["with_sleeps"])
-        assert rank["with_sleeps"] == ranks_of(run)[0]["with_sleeps"]
+        assert rank["with_sleeps"] == rank_results(run)[0]["with_sleeps"]
 
 
 @pytest.mark.runs(stages("v_shaped"), one_process("v_shaped"))
-def test_neighboring_chunks_on_one_stage_match_one_process(ranks_of):
-    (expected,), ranks = ranks_of(one_process("v_shaped")), ranks_of(stages("v_shaped"))
+def test_neighboring_chunks_on_one_stage_match_one_process(rank_results):
+    (expected,), ranks = rank_results(one_process("v_shaped")), rank_results(stages("v_shaped"))
     for result, blocks in zip(ranks, (["block_0", "block_3"], ["block_1", "block_2"])):
         assert result["losses"] == pytest.approx(expected["losses"], rel=PARITY_LOSS)
         assert result["evaluation"] == pytest.approx(expected["evaluation"], rel=PARITY_LOSS)
@@ -131,8 +131,8 @@ def test_neighboring_chunks_on_one_stage_match_one_process(ranks_of):
 
 
 @pytest.mark.runs(stages("frozen"), one_process("frozen"))
-def test_frozen_stage_matches_one_process(ranks_of):
-    (expected,), ranks = ranks_of(one_process("frozen")), ranks_of(stages("frozen"))
+def test_frozen_stage_matches_one_process(rank_results):
+    (expected,), ranks = rank_results(one_process("frozen")), rank_results(stages("frozen"))
     assert len(set(expected["loss"])) == 5
     for result in ranks:
         np.testing.assert_allclose(result["before"], expected["before"], atol=PARITY_LOGITS)
@@ -141,8 +141,8 @@ def test_frozen_stage_matches_one_process(ranks_of):
 
 
 @pytest.mark.runs(stages("reports"))
-def test_timeline_has_all_computations_and_transfers_in_order(ranks_of):
-    first, last = ranks_of(stages("reports"))
+def test_timeline_has_all_computations_and_transfers_in_order(rank_results):
+    first, last = rank_results(stages("reports"))
     assert first["events"] == last["events"]
     assert 0 < first["bubble"] < 1
     events = {(name, stage): (start, end) for name, stage, start, end in first["events"]}
@@ -159,8 +159,8 @@ def test_timeline_has_all_computations_and_transfers_in_order(ranks_of):
 
 
 @pytest.mark.runs(stages("reports"))
-def test_transfers_and_activations_are_reported(ranks_of):
-    first, last = ranks_of(stages("reports"))
+def test_transfers_and_activations_are_reported(rank_results):
+    first, last = rank_results(stages("reports"))
     shape = [pipeline.ROWS // 4, pipeline.WIDTH, 16]
     num_bytes = 4 * shape[0] * shape[1] * shape[2]
     assert first["sent"] == 4 * [["blocks/block_1", shape, False, num_bytes]]
@@ -169,8 +169,8 @@ def test_transfers_and_activations_are_reported(ranks_of):
 
 
 @pytest.mark.runs(stages("reports"))
-def test_plan_lists_the_layers_of_each_stage(ranks_of):
-    for result in ranks_of(stages("reports")):
+def test_plan_lists_the_layers_of_each_stage(rank_results):
+    for result in rank_results(stages("reports")):
         assert result["stages"] == [
             ["embedding", "positions", "blocks/block_0", "blocks/block_1"],
             ["embedding", "blocks/block_2", "blocks/block_3", "blocks/final_norm", "head"],
@@ -178,9 +178,9 @@ def test_plan_lists_the_layers_of_each_stage(ranks_of):
 
 
 @pytest.mark.runs(stages("shapes"), one_process("shapes"))
-def test_varying_shapes_are_traced_twice(ranks_of):
-    (expected,) = ranks_of(one_process("shapes"))
-    first, last = ranks_of(stages("shapes"))
+def test_varying_shapes_are_traced_twice(rank_results):
+    (expected,) = rank_results(one_process("shapes"))
+    first, last = rank_results(stages("shapes"))
     assert (first["traces"], last["traces"]) == (0, 2)
     assert first["loss"] == pytest.approx(expected["loss"], rel=PARITY_LOSS)
 
@@ -194,8 +194,8 @@ def test_varying_shapes_are_traced_twice(ranks_of):
         ("order", ["have different batches", "the same order"]),
     ],
 )
-def test_every_rank_raises_an_error_that_explains_the_wrong_batch(name, words, ranks_of):
-    for rank in ranks_of(stages("errors")):
+def test_every_rank_raises_an_error_that_explains_the_wrong_batch(name, words, rank_results):
+    for rank in rank_results(stages("errors")):
         message, is_built = rank[name]
         assert all(word in message for word in words), message
         assert is_built == (name == "order")

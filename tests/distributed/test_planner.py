@@ -9,7 +9,7 @@ from dtransformer.planner.formulas import ring_elements, sums_over_model
 from dtransformer.planner.machine import cpu_device
 from harness.runs import Run
 from tests.distributed.tasks.planner import BATCH, LENGTH, SIZES, network
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 MODULE = "tests.distributed.tasks.planner"
 REPLICAS = [
@@ -43,11 +43,11 @@ def planned(run):
     return cost(from_network(network()), cluster, Job(BATCH, "float32", "adam"), config)
 
 
-@each([*REPLICAS, *MODEL, *PIPELINES, RECOMPUTED], LONG)
-def test_planned_memory_matches_the_fullest_rank(run, ranks_of):
+@parametrize_runs([*REPLICAS, *MODEL, *PIPELINES, RECOMPUTED], LONG)
+def test_planned_memory_matches_the_fullest_rank(run, rank_results):
     planned_bytes = planned(run).bytes_by_kind
     fullest = max(
-        (results["bytes"] for results in ranks_of(run)), key=lambda row: sum(row.values())
+        (results["bytes"] for results in rank_results(run)), key=lambda row: sum(row.values())
     )
     assert sum(planned_bytes[kind] for kind in KINDS.values()) == pytest.approx(
         sum(fullest.values()), rel=MEMORY
@@ -56,26 +56,26 @@ def test_planned_memory_matches_the_fullest_rank(run, ranks_of):
         assert planned_bytes[kind] == pytest.approx(fullest[name], rel=MEMORY), name
 
 
-@each(REPLICAS, LONG)
-def test_replicas_send_the_planned_number_of_elements(run, ranks_of):
+@parametrize_runs(REPLICAS, LONG)
+def test_replicas_send_the_planned_number_of_elements(run, rank_results):
     level = Run.of(run).layout.level
-    for results in ranks_of(run):
+    for results in rank_results(run):
         expected = ring_elements("all-reduce", results["parameters"], 2)
         # Level 3 has one more all-gather, except for embedding tables: it sends looked-up rows.
         expected *= 1.5 if level == 3 else 1
         assert results["reduced"] == pytest.approx(expected, rel=MEMORY)
 
 
-@each(MODEL, LONG)
-def test_mesh_reduces_the_planned_number_of_elements(run, ranks_of):
-    for results in ranks_of(run):
+@parametrize_runs(MODEL, LONG)
+def test_mesh_reduces_the_planned_number_of_elements(run, rank_results):
+    for results in rank_results(run):
         expected = [sums_over_model(2) * STREAM] * SIZES["num_layers"]
         # A sharded stream also reduces the small gradients of norms and biases.
         np.testing.assert_allclose(results["sums"], expected, rtol=0.01)
 
 
-@each(PIPELINES, LONG)
-def test_stages_send_the_planned_number_of_elements(run, ranks_of):
+@parametrize_runs(PIPELINES, LONG)
+def test_stages_send_the_planned_number_of_elements(run, rank_results):
     """Each stage sends activations or gradients of all micro-batches."""
-    sent = [results["sent"] for results in ranks_of(run)]
+    sent = [results["sent"] for results in rank_results(run)]
     np.testing.assert_allclose(sent, STREAM, rtol=MEMORY)

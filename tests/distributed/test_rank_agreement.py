@@ -3,7 +3,7 @@
 import pytest
 
 from harness.tolerances import PARITY_LOSS
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASKS = "tests.distributed.tasks.rank_agreement:"
 QUICK = [TASKS + run for run in ("agreed/dp2@2x1", "refused/dp2@2x1+shard3")]
@@ -18,14 +18,14 @@ SINGLE = TASKS + "agreed/alone@1x1"
 _ADVICE = "Give every rank the same callbacks"
 
 
-def runs_of(task):
+def runs_with_task(task):
     return [run for run in QUICK + LONG if f":{task}/" in run]
 
 
-@each(runs_of("agreed"), LONG, lambda run: [SINGLE])
-def test_all_ranks_adopt_the_learning_rate_of_rank_0(run, ranks_of):
-    (expected,) = ranks_of(SINGLE)
-    for rank in ranks_of(run):
+@parametrize_runs(runs_with_task("agreed"), LONG, lambda run: [SINGLE])
+def test_all_ranks_adopt_the_learning_rate_of_rank_0(run, rank_results):
+    (expected,) = rank_results(SINGLE)
+    for rank in rank_results(run):
         for name in ("rates", "all stop"):
             assert rank[name]["error"] == "", name
             assert rank[name]["losses"][:3] == pytest.approx(
@@ -35,17 +35,17 @@ def test_all_ranks_adopt_the_learning_rate_of_rank_0(run, ranks_of):
         extra_steps = rank["rates"]["steps"] - expected["rates"]["steps"]
         assert extra_steps in (0, 1)
         assert rank["all stop"]["steps"] == expected["all stop"]["steps"]
-    first, *others = [rank["rates"] for rank in ranks_of(run)]
+    first, *others = [rank["rates"] for rank in rank_results(run)]
     for other in others:
         assert (other["steps"], other["losses"]) == (first["steps"], first["losses"])
         assert other["weights"] == pytest.approx(first["weights"], 1e-6)
 
 
-@each(runs_of("agreed"), LONG)
-def test_rank_0_warns_of_differing_rates_and_of_a_single_rank_that_stops(run, ranks_of):
+@parametrize_runs(runs_with_task("agreed"), LONG)
+def test_rank_0_warns_of_differing_rates_and_of_a_single_rank_that_stops(run, rank_results):
     warned = [
         {name: [text for text in fit["warnings"] if _ADVICE in text] for name, fit in rank.items()}
-        for rank in ranks_of(run)
+        for rank in rank_results(run)
     ]
     first, second = warned
     assert "The learning rate of rank 1 is 0.1 and that of rank 0 is 0.05." in first["rates"][0]
@@ -54,16 +54,16 @@ def test_rank_0_warns_of_differing_rates_and_of_a_single_rank_that_stops(run, ra
     assert first["all stop"] == second["rates"] == []
 
 
-@each(runs_of("agreed"), LONG)
-def test_ranks_save_and_stop_together_after_the_epoch_that_one_of_them_ends(run, ranks_of):
-    for rank in ranks_of(run):
+@parametrize_runs(runs_with_task("agreed"), LONG)
+def test_ranks_save_and_stop_together_after_the_epoch_that_one_of_them_ends(run, rank_results):
+    for rank in rank_results(run):
         for name in ("stop and save", "save and stop"):
             assert (rank[name]["error"], rank[name]["steps"]) == ("", 4)
 
 
-@each(runs_of("refused"), LONG)
-def test_all_ranks_raise_an_error_that_names_a_rank_with_other_weights(run, ranks_of):
-    for rank in ranks_of(run):
+@parametrize_runs(runs_with_task("refused"), LONG)
+def test_all_ranks_raise_an_error_that_names_a_rank_with_other_weights(run, rank_results):
+    for rank in rank_results(run):
         error = rank["rate within an epoch"]["error"]
         assert "rate of rank 1 is 0.02 after epoch 1, and that of rank 0 is 0.1." in error
         assert "The learning rate of rank 1 is" in rank["schedules"]["error"]

@@ -122,7 +122,7 @@ def test_each_call_of_train_on_batch_is_compared():
 
 
 @on_ranks("dp2@2x1")
-def test_the_same_local_rows_in_another_order_raise_an_error():
+def test_same_local_rows_in_another_order_raise_an_error():
     order = np.random.default_rng(job.rank()).permutation(96)
     assert_raises(EQUAL + " up to step 6", fit, X[order], Y[order], shard=False)
     assert_raises(EQUAL + " up to step 1", fit, X, Y, shard=False)

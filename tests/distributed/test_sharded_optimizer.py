@@ -5,8 +5,8 @@ import numpy as np
 from harness.compare import weights
 from harness.runs import Run
 from tests.distributed.parity_runs import LONG, RUNS
-from tests.distributed.test_parity import alone, network_of
-from tests.shared_runs import each
+from tests.distributed.test_parity import network_name, one_process_run
+from tests.shared_runs import parametrize_runs
 
 
 def is_without_mesh(layout):
@@ -18,28 +18,28 @@ WITHOUT_MESH = [
     run
     for run in SHARDED
     if is_without_mesh(Run.of(run).layout)
-    and not any(word in network_of(run) for word in ("lora", "frozen"))
+    and not any(word in network_name(run) for word in ("lora", "frozen"))
 ]
 FLAT = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "flat"]
 WHOLE = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "whole"]
 
 
-@each(SHARDED, LONG)
-def test_measured_memory_equals_planned_memory(run, ranks_of):
-    for results in ranks_of(run):
+@parametrize_runs(SHARDED, LONG)
+def test_measured_memory_equals_planned_memory(run, rank_results):
+    for results in rank_results(run):
         np.testing.assert_array_equal(results["measured"], results["planned"])
 
 
-@each(WHOLE, LONG)
-def test_unsharded_states_are_spread_evenly(run, ranks_of):
-    states = [results["measured"][2] for results in ranks_of(run)]
+@parametrize_runs(WHOLE, LONG)
+def test_unsharded_states_are_spread_evenly(run, rank_results):
+    states = [results["measured"][2] for results in rank_results(run)]
     assert max(states) <= 1.15 * np.mean(states)
 
 
-@each(FLAT, LONG)
-def test_rank_has_its_fraction_of_the_memory(run, ranks_of):
-    network, layout = network_of(run), Run.of(run).layout
-    results = ranks_of(run)[0]
+@parametrize_runs(FLAT, LONG)
+def test_rank_has_its_fraction_of_the_memory(run, rank_results):
+    network, layout = network_name(run), Run.of(run).layout
+    results = rank_results(run)[0]
     sizes = [weight.size for weight in weights(results, "final").values()]
     total_bytes = 4 * sum(sizes)
     # Weights below 1 KB are not sharded.
@@ -54,12 +54,12 @@ def test_rank_has_its_fraction_of_the_memory(run, ranks_of):
     assert shard_bytes < 1.3 * total_bytes / layout.data
 
 
-@each(WITHOUT_MESH, LONG, lambda run: [alone(run)])
-def test_rank_sends_the_expected_number_of_elements(run, ranks_of):
+@parametrize_runs(WITHOUT_MESH, LONG, lambda run: [one_process_run(run)])
+def test_rank_sends_the_expected_number_of_elements(run, rank_results):
     layout = Run.of(run).layout
-    elements = ranks_of(alone(run))[0]["bytes"] / 4
+    elements = rank_results(one_process_run(run))[0]["bytes"] / 4
     factor = 3 if layout.level == 3 else 2
-    sent = np.mean([results["sent"] for results in ranks_of(run)]) / (1 - 1 / layout.data)
+    sent = np.mean([results["sent"] for results in rank_results(run)]) / (1 - 1 / layout.data)
     tables = elements if layout.level == 3 else 0
     assert sent <= 1.1 * factor * elements
     assert (

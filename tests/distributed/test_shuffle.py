@@ -3,7 +3,7 @@
 import numpy as np
 
 from harness.tolerances import PARITY_LOSS
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASKS = "tests.distributed.tasks.shuffled:"
 RUNS = [
@@ -13,14 +13,14 @@ RUNS = [
 ]
 
 
-def alone(run):
+def one_process_run(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@each(RUNS, RUNS[1:], lambda run: [alone(run)])
-def test_losses_of_shuffled_data_are_those_of_one_process(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
-    for rank in ranks_of(run):
+@parametrize_runs(RUNS, RUNS[1:], lambda run: [one_process_run(run)])
+def test_losses_of_shuffled_data_match_one_process(run, rank_results):
+    (expected,) = rank_results(one_process_run(run))
+    for rank in rank_results(run):
         assert rank.keys() == expected.keys()
         for name, losses in rank.items():
             np.testing.assert_allclose(losses, expected[name], rtol=PARITY_LOSS, err_msg=name)

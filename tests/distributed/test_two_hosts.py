@@ -42,12 +42,12 @@ def start(hosts, log, *arguments):
 
 
 @pytest.mark.runs("tied/alone@1x1", "deep/alone@1x1")
-def test_losses_match_one_process(hosts, tmp_path, ranks_of):
+def test_losses_match_one_process(hosts, tmp_path, rank_results):
     """The layouts use data, model and pipeline parallelism, and each level of sharded optimizer."""
     process = start(hosts, tmp_path / "log", "-m", "harness.rank", tmp_path, *RUNS)
     assert process.wait(900) == 0, (tmp_path / "log").read_text()[-8000:]
     for name in RUNS:
-        (expected,) = ranks_of(f"{name.partition('/')[0]}/alone@1x1")
+        (expected,) = rank_results(f"{name.partition('/')[0]}/alone@1x1")
         for rank in Run.of(name).read(tmp_path):
             np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
 

@@ -15,7 +15,7 @@ BOUNDED = settings(
 )
 
 
-def read_or_refused(function, *args):
+def read_or_reject(function, *args):
     """Return the result of a reader, or `None` if it raises a one-line InputError."""
     try:
         return function(*args)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
-from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
+from tests.inputs.bounded import BOUNDED, read_or_reject, refusal
 
 FORMAT_1 = pathlib.Path(__file__).parents[1] / "trainers" / "checkpoint" / "format_1"
 FILE = {"bytes": 1, "crc32": "00000000", "rank": 0}
@@ -91,7 +91,7 @@ def test_any_value_in_any_field_is_read_or_refused(folder, data):
     body = content()
     change(body, data.draw(st.sampled_from(places(body))), data.draw(JSON))
     write(folder, body)
-    checkpoint = read_or_refused(Checkpoint, folder)
+    checkpoint = read_or_reject(Checkpoint, folder)
     if checkpoint is not None:
         assert checkpoint.step >= 0 and checkpoint.shapes
         checkpoint.problems()
@@ -101,7 +101,7 @@ def test_any_value_in_any_field_is_read_or_refused(folder, data):
 @given(text=st.one_of(st.binary(max_size=60), JSON.map(lambda value: json.dumps(value).encode())))
 def test_any_manifest_is_read_or_refused(folder, text):
     (folder / MANIFEST).write_bytes(text)
-    assert read_or_refused(Checkpoint, folder) is None
+    assert read_or_reject(Checkpoint, folder) is None
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_damaged_index_with_a_right_checksum_is_refused(folder, place, length):
     assert "state.index" in Checkpoint(folder).problems() or harmed == index
 
 
-def test_the_index_and_the_manifest_are_compared(folder):
+def test_index_is_compared_with_the_manifest(folder):
     body = content()
     tensors = body["tensors"]
     tensors["network/renamed"] = tensors.pop("network/head/bias")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dtransformer.datasets import read_lines
 from dtransformer.inputs import text
 from dtransformer.inputs.files import read_bytes
-from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
+from tests.inputs.bounded import BOUNDED, read_or_reject, refusal
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
 
@@ -38,7 +38,7 @@ def test_lines_are_restored(tmp_path, packed, lines):
 @pytest.mark.parametrize("name", ["x.txt", "x.gz"])
 def test_any_bytes_are_read_or_refused(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
-    lines = read_or_refused(read_lines, tmp_path / name)
+    lines = read_or_reject(read_lines, tmp_path / name)
     assert lines is None or all("\n" not in line and "\0" not in line for line in lines)
 
 
@@ -154,6 +154,6 @@ def test_vocabulary_damaged_anywhere_is_read_or_refused(folder, tmp_path, data):
     )
     content["model"]["vocab"] = {piece: number for number, piece in enumerate(pieces)}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer = read_or_refused(load_tokenizer, tmp_path)
+    tokenizer = read_or_reject(load_tokenizer, tmp_path)
     if tokenizer is not None:
         assert len(set(tokenizer.vocabulary)) == tokenizer.vocab_size == 28

@@ -14,7 +14,7 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.trainers import Trainer
-from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
+from tests.inputs.bounded import BOUNDED, read_or_reject, refusal
 
 VALUES = np.array([[0.5, -1.0, 2.0]], "float32")
 
@@ -94,7 +94,7 @@ def test_file_damaged_anywhere_is_read_or_refused(path, data):
     bad = bytearray(good)
     bad[place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(bytes(bad)[: data.draw(st.sampled_from([len(bad), place]))])
-    file = read_or_refused(SafetensorsFile, path)
+    file = read_or_reject(SafetensorsFile, path)
     if file is not None:
         assert all(file[name].shape == shape for name, shape in file.shapes.items())
 
@@ -103,7 +103,7 @@ def network():
     return keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(3)])
 
 
-def trainer_of(model):
+def make_trainer(model):
     trainer = Trainer(model)
     trainer.compile("sgd", "mse")
     return trainer
@@ -116,7 +116,7 @@ def test_weights_stay_unchanged_after_an_error(path):
     tensors = {"dense/kernel": ("F32", [1, 3], [0, 12]), "dense/bias": ("F32", [3], [12, 24])}
     path.write_bytes(safetensors(tensors, numbers))
     assert "dense/bias has values that are not finite" in refusal(
-        trainer_of(model).load_weights, path
+        make_trainer(model).load_weights, path
     )
     for one, other in zip(before, model.get_weights()):
         np.testing.assert_array_equal(one, other)
@@ -188,10 +188,10 @@ def test_weights_in_a_keras_archive_are_checked(tmp_path):
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_trainer_loads_saved_weights_of_itself_or_its_network(tmp_path):
     model = network()
-    trainer_of(model).save(tmp_path / "trainer.keras")
+    make_trainer(model).save(tmp_path / "trainer.keras")
     model.save(tmp_path / "network.keras")
     for name in ("trainer", "network"):
-        other = trainer_of(network())
+        other = make_trainer(network())
         other.load_weights(tmp_path / f"{name}.keras")
         for own, loaded in zip(model.get_weights(), other.get_weights(), strict=True):
             np.testing.assert_array_equal(own, loaded)
@@ -206,4 +206,4 @@ def test_keras_file_damaged_anywhere_is_read_or_refused(tmp_path, data):
     place = data.draw(st.integers(0, len(bad) - 1) | st.integers(0, 200))
     bad[place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(bytes(bad)[: data.draw(st.sampled_from([len(bad), place]))])
-    read_or_refused(load_weights, model, path)
+    read_or_reject(load_weights, model, path)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dtransformer.inputs.yaml_file import MAX_BYTES, parse_yaml, yaml_text
 from dtransformer.runs.config import load_config, save_config
-from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
+from tests.inputs.bounded import BOUNDED, read_or_reject, refusal
 
 VALUES = st.recursive(
     st.none()
@@ -80,14 +80,14 @@ def test_unsupported_yaml_is_refused(text, expected_error):
 @given(value=VALUES)
 def test_written_yaml_is_read_back(value):
     text = yaml.safe_dump(value, allow_unicode=True)
-    read = read_or_refused(parse_yaml, text, "x")
+    read = read_or_reject(parse_yaml, text, "x")
     assert read is None or read == value
 
 
 @BOUNDED
 @given(text=PARTS)
 def test_any_text_is_read_or_refused(text):
-    value = read_or_refused(parse_yaml, text, "x")
+    value = read_or_reject(parse_yaml, text, "x")
     if value is not None and not set("&*!<").intersection(text):
         assert value == yaml.load(text, Loader=yaml.CSafeLoader) or ".nan" in text
 
@@ -104,13 +104,13 @@ def test_any_option_is_accepted_or_refused(tmp_path, key, value):
     path = tmp_path / "config.yaml"
     section, _, name = key.partition(".")
     path.write_text(yaml.safe_dump({section: {name: value} if name else value}), "utf-8")
-    config = read_or_refused(load_config, path)
+    config = read_or_reject(load_config, path)
     if config is not None:
         save_config(config, tmp_path / "saved.yaml")
         assert load_config(tmp_path / "saved.yaml") == config
 
 
-def test_a_config_of_many_labels_is_read_back(tmp_path):
+def test_config_of_many_labels_is_read_back(tmp_path):
     config = load_config(None, ["task=classification"])
     config.data.labels = ["1e5", "no", "\x85 \u2028", *(f"{n} " + "x" * 90 for n in range(2000))]
     save_config(config, tmp_path / "saved.yaml")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tests.layers.reference_weights as weights_of
+from tests.layers import reference_weights
 from tests.tolerances import LAYERS, assert_all_close
 
 POLICIES = tuple(LAYERS)
@@ -54,14 +54,14 @@ def compare(policy, make, reference, inputs, weights=None, call=None, tolerance=
     with tf.GradientTape() as tape:
         tape.watch(list(sources.values()))
         output = call(layer, *tensors)
-    factor = weights_of.numbers(np.random.default_rng(7), *output.shape)
+    factor = reference_weights.numbers(np.random.default_rng(7), *output.shape)
     sources.update((name, variable.value) for name, variable in variables.items())
     gradients = tape.gradient(output, sources, tf.cast(factor, output.dtype))
 
     expected, backward = reference(*inputs) if weights is None else reference(*inputs, weights)
     input_gradients, weight_gradients = backward(factor)
     expected_gradients = {f"input {i}": g for i, g in enumerate(input_gradients)}
-    expected_gradients.update(weights_of.leaves(weight_gradients))
+    expected_gradients.update(reference_weights.leaves(weight_gradients))
     assert output.dtype == tf.as_dtype(keras.DTypePolicy(policy).compute_dtype)
     assert_all_close({"output": output}, {"output": expected}, tolerance[policy])
     assert_all_close(gradients, expected_gradients, tolerance[policy])
@@ -74,7 +74,7 @@ def assign(layer, weights):
     Fails if the layer has other weights or other shapes.
     """
     variables = {}
-    for path, value in weights_of.leaves(weights):
+    for path, value in reference_weights.leaves(weights):
         part = layer
         for name in path.split("."):
             part = part[int(name)] if name.isdigit() else getattr(part, name)

@@ -27,7 +27,7 @@ def route(config, logits, bias):
     return chosen, gates / gates.sum() if len(chosen) > 1 else gates, probabilities
 
 
-def groups_of(config, batch, length):
+def token_groups(config, batch, length):
     """Return the token groups as lists of positions (row, column) in capacity order."""
     everyone = [[(row, column) for column in range(length)] for row in range(batch)]
     if config.expert_group_size is None:
@@ -49,7 +49,7 @@ def moe(config, x, weights, mask=None, hidden_act="gelu"):
     activation = lambda x: reference.ACTIVATIONS[hidden_act](x)[0]
     batch, length, _ = x.shape
     output, costs, dropped = np.zeros_like(x), [], set()
-    groups, size = groups_of(config, batch, length)
+    groups, size = token_groups(config, batch, length)
     share = config.num_experts_chosen * config.capacity_factor / config.expert_num
     max_tokens = math.inf if config.dropless else max(1, math.ceil(size * share - 1e-6))
     for group in groups:

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import AttentionMask, MultiHeadAttention
-from tests.layers import reference, reference_blocks
-from tests.layers import reference_weights as weights_of
+from tests.layers import reference, reference_blocks, reference_weights
 from tests.layers.reference_compare import assign, compare, dtype_policy, each_policy
 from tests.tolerances import LAYERS, assert_all_close
 
@@ -16,12 +15,12 @@ from tests.tolerances import LAYERS, assert_all_close
 SHAPES = [(2, 5, 7, 12, 3), (1, 1, 1, 4, 1), (3, 4, 9, 15, 5), (2, 3, 2, 6, 6)]
 
 
-def masks_of(rng, batch, queries, keys):
+def make_masks(rng, batch, queries, keys):
     return {
         "none": None,
-        "padding": weights_of.padding_mask(rng, batch, keys),
-        "one row": weights_of.padding_mask(rng, batch, keys)[:, None, :],
-        "full": weights_of.attention_mask(rng, batch, queries, keys),
+        "padding": reference_weights.padding_mask(rng, batch, keys),
+        "one row": reference_weights.padding_mask(rng, batch, keys)[:, None, :],
+        "full": reference_weights.attention_mask(rng, batch, queries, keys),
         "nothing": np.zeros((batch, keys), np.int32),
     }
 
@@ -33,7 +32,7 @@ def make_layer(hidden, heads):
 def qkv(rng, batch, queries, keys, hidden):
     """Three different inputs, so a swapped gradient is detected."""
     lengths = (queries, keys, keys)
-    return [weights_of.numbers(rng, batch, length, hidden) for length in lengths]
+    return [reference_weights.numbers(rng, batch, length, hidden) for length in lengths]
 
 
 @each_policy
@@ -41,13 +40,13 @@ def qkv(rng, batch, queries, keys, hidden):
 @pytest.mark.parametrize("batch, queries, keys, hidden, heads", SHAPES)
 def test_matches_the_reference(policy, mask, batch, queries, keys, hidden, heads):
     rng = np.random.default_rng(0)
-    mask = masks_of(rng, batch, queries, keys)[mask]
+    mask = make_masks(rng, batch, queries, keys)[mask]
     compare(
         policy,
         partial(make_layer, hidden, heads),
         partial(reference_blocks.attention, mask=mask),
         qkv(rng, batch, queries, keys, hidden),
-        weights_of.attention(rng, hidden, heads),
+        reference_weights.attention(rng, hidden, heads),
         call=lambda layer, q, k, v: layer(q, k, v, mask, training=True),
     )
 
@@ -60,7 +59,7 @@ def test_inference_has_no_dropout(policy):
         lambda: MultiHeadAttention(12, 3, 0.5, 0.5),
         reference_blocks.attention,
         qkv(rng, 2, 5, 7, 12),
-        weights_of.attention(rng, 12, 3),
+        reference_weights.attention(rng, 12, 3),
         call=lambda layer, q, k, v: layer(q, k, v, training=False),
     )
 
@@ -71,7 +70,7 @@ def with_weights(policy, rng, hidden, heads, **weights):
         layer = make_layer(hidden, heads)
     x = tf.zeros((1, 1, hidden))
     layer(x, x, x)
-    assign(layer, {**weights_of.attention(rng, hidden, heads), **weights})
+    assign(layer, {**reference_weights.attention(rng, hidden, heads), **weights})
     return layer
 
 
@@ -80,7 +79,7 @@ def test_masks_of_all_dtypes_are_equivalent(policy):
     rng = np.random.default_rng(2)
     layer = with_weights(policy, rng, 12, 3)
     q, k, v = qkv(rng, 2, 5, 7, 12)
-    mask = weights_of.attention_mask(rng, 2, 5, 7)
+    mask = reference_weights.attention_mask(rng, 2, 5, 7)
     outputs = [
         layer(q, k, v, tf.cast(mask, dtype)).numpy()
         for dtype in ("int32", "bool", "float32", "float16", "bfloat16", "int64", "uint8")
@@ -117,7 +116,7 @@ def test_queries_without_visible_keys_return_the_output_bias(policy):
     rng = np.random.default_rng(4)
     layer = with_weights(policy, rng, 12, 3)
     tensors = [tf.constant(x, tf.float32) for x in qkv(rng, 2, 5, 7, 12)]
-    mask = weights_of.attention_mask(rng, 2, 5, 7)
+    mask = reference_weights.attention_mask(rng, 2, 5, 7)
     mask[1, 2] = 0
     empty = mask.sum(-1) == 0
     with tf.GradientTape() as tape:
@@ -172,7 +171,7 @@ def test_softmax_of_many_equal_scores_sums_to_1(policy):
 
 def test_dynamic_shapes_in_one_compiled_function():
     rng = np.random.default_rng(7)
-    weights = weights_of.attention(rng, 12, 3)
+    weights = reference_weights.attention(rng, 12, 3)
     layer = with_weights("float32", rng, 12, 3, **weights)
     inputs = tf.TensorSpec([None, None, 12])
     compiled = tf.function(
@@ -181,7 +180,7 @@ def test_dynamic_shapes_in_one_compiled_function():
     )
     for batch, queries, keys in ((2, 5, 7), (1, 3, 2)):
         arrays = qkv(rng, batch, queries, keys, 12)
-        mask = weights_of.attention_mask(rng, batch, queries, keys)
+        mask = reference_weights.attention_mask(rng, batch, queries, keys)
         actual = compiled(*[tf.constant(x, tf.float32) for x in arrays], mask)
         expected, _ = reference_blocks.attention(*arrays, weights, mask)
         assert_all_close({"output": actual}, {"output": expected}, LAYERS["float32"])

@@ -13,8 +13,7 @@ from dtransformer.layers import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from tests.layers import reference, reference_blocks
-from tests.layers import reference_weights as weights_of
+from tests.layers import reference, reference_blocks, reference_weights
 from tests.layers.reference_compare import (
     POLICIES,
     assign,
@@ -41,8 +40,8 @@ def decoder_masks(rng, batch, target, source):
 
     In the last of several rows no query sees any of the memory.
     """
-    causal = reference.causal_mask(weights_of.padding_mask(rng, batch, target))
-    memory = weights_of.padding_mask(rng, batch, source)
+    causal = reference.causal_mask(reference_weights.padding_mask(rng, batch, target))
+    memory = reference_weights.padding_mask(rng, batch, source)
     if batch > 1:
         memory[-1] = 0
     return causal, memory
@@ -56,8 +55,8 @@ def test_encoder_layer(policy, post, hidden_act, shape):
     batch, _, length, *sizes = shape
     for mask in (
         None,
-        weights_of.padding_mask(rng, batch, length),
-        weights_of.attention_mask(rng, batch, length, length),
+        reference_weights.padding_mask(rng, batch, length),
+        reference_weights.attention_mask(rng, batch, length, length),
     ):
         masks = () if mask is None else (mask,)
         options = dict(post_layernorm_residual=post, hidden_act=hidden_act)
@@ -65,8 +64,8 @@ def test_encoder_layer(policy, post, hidden_act, shape):
             policy,
             lambda: TransformerEncoderLayer(*sizes, **NO_DROPOUT, **options),
             partial(reference_blocks.encoder_layer, mask=mask, **options),
-            [weights_of.numbers(rng, batch, length, sizes[0])],
-            weights_of.encoder_layer(rng, *sizes),
+            [reference_weights.numbers(rng, batch, length, sizes[0])],
+            reference_weights.encoder_layer(rng, *sizes),
             call=lambda layer, x: layer(x, *masks, training=True),
             tolerance=BLOCKS,
         )
@@ -79,7 +78,7 @@ def test_decoder_layer(policy, post, hidden_act, shape):
     rng = np.random.default_rng(1)
     batch, target, source, *sizes = shape
     causal, padding = decoder_masks(rng, batch, target, source)
-    full = weights_of.attention_mask(rng, batch, target, source)
+    full = reference_weights.attention_mask(rng, batch, target, source)
     for decoder_mask, memory_mask in ((None, None), (causal, padding), (causal, full)):
         options = dict(post_layernorm_residual=post, hidden_act=hidden_act)
         masks = dict(decoder_mask=decoder_mask, memory_mask=memory_mask)
@@ -88,10 +87,10 @@ def test_decoder_layer(policy, post, hidden_act, shape):
             lambda: TransformerDecoderLayer(*sizes, **NO_DROPOUT, **options),
             partial(reference_blocks.decoder_layer, **masks, **options),
             [
-                weights_of.numbers(rng, batch, target, sizes[0]),
-                weights_of.numbers(rng, batch, source, sizes[0]),
+                reference_weights.numbers(rng, batch, target, sizes[0]),
+                reference_weights.numbers(rng, batch, source, sizes[0]),
             ],
-            weights_of.decoder_layer(rng, *sizes),
+            reference_weights.decoder_layer(rng, *sizes),
             call=lambda layer, x, memory: layer(
                 x, decoder_mask, memory, memory_mask, training=True
             ),
@@ -104,15 +103,17 @@ def test_decoder_layer(policy, post, hidden_act, shape):
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_encoder(policy, post, num_layers):
     rng = np.random.default_rng(2)
-    mask = weights_of.padding_mask(rng, 2, 7)
+    mask = reference_weights.padding_mask(rng, 2, 7)
     compare(
         policy,
         lambda: TransformerEncoder(
             num_layers, 12, 3, 10, post_layernorm_residual=post, **NO_DROPOUT
         ),
         partial(reference_blocks.encoder, mask=mask, post_layernorm_residual=post),
-        [weights_of.numbers(rng, 2, 7, 12)],
-        weights_of.stack(rng, weights_of.encoder_layer, num_layers, 12, 3, 10, not post),
+        [reference_weights.numbers(rng, 2, 7, 12)],
+        reference_weights.stack(
+            rng, reference_weights.encoder_layer, num_layers, 12, 3, 10, not post
+        ),
         call=lambda layer, x: layer(x, mask, training=True),
         tolerance=BLOCKS,
     )
@@ -131,8 +132,10 @@ def test_decoder(policy, post, num_layers):
             num_layers, 12, 3, 10, post_layernorm_residual=post, **NO_DROPOUT
         ),
         partial(reference_blocks.decoder, post_layernorm_residual=post, **masks),
-        [weights_of.numbers(rng, 2, 5, 12), weights_of.numbers(rng, 2, 7, 12)],
-        weights_of.stack(rng, weights_of.decoder_layer, num_layers, 12, 3, 10, not post),
+        [reference_weights.numbers(rng, 2, 5, 12), reference_weights.numbers(rng, 2, 7, 12)],
+        reference_weights.stack(
+            rng, reference_weights.decoder_layer, num_layers, 12, 3, 10, not post
+        ),
         call=lambda layer, x, memory: layer(x, causal, memory, memory_mask, training=True),
         tolerance=BLOCKS,
     )
@@ -162,19 +165,25 @@ def transformer(source, target, weights, mask, causal, post):
 @pytest.mark.parametrize("encoder_layers, decoder_layers", [(2, 1), (0, 2)])
 def test_transformer(policy, post, encoder_layers, decoder_layers):
     rng = np.random.default_rng(4)
-    causal = reference.causal_mask(weights_of.padding_mask(rng, 2, 5))
-    mask = weights_of.padding_mask(rng, 2, 7)
+    causal = reference.causal_mask(reference_weights.padding_mask(rng, 2, 5))
+    mask = reference_weights.padding_mask(rng, 2, 7)
     sizes = (12, 3, 10, not post)
-    weights = {"decoder": weights_of.stack(rng, weights_of.decoder_layer, decoder_layers, *sizes)}
+    weights = {
+        "decoder": reference_weights.stack(
+            rng, reference_weights.decoder_layer, decoder_layers, *sizes
+        )
+    }
     if encoder_layers:
-        weights["encoder"] = weights_of.stack(rng, weights_of.encoder_layer, encoder_layers, *sizes)
+        weights["encoder"] = reference_weights.stack(
+            rng, reference_weights.encoder_layer, encoder_layers, *sizes
+        )
     compare(
         policy,
         lambda: Transformer(
             encoder_layers, decoder_layers, 12, 3, 10, post_layernorm_residual=post, **NO_DROPOUT
         ),
         partial(transformer, mask=mask, causal=causal, post=post),
-        [weights_of.numbers(rng, 2, 7, 12), weights_of.numbers(rng, 2, 5, 12)],
+        [reference_weights.numbers(rng, 2, 7, 12), reference_weights.numbers(rng, 2, 5, 12)],
         weights,
         call=lambda layer, source, target: layer(source, mask, target, causal, mask, training=True),
         tolerance=BLOCKS,
@@ -183,7 +192,7 @@ def test_transformer(policy, post, encoder_layers, decoder_layers):
 
 def test_without_decoder_returns_encoder_output():
     rng = np.random.default_rng(5)
-    x, mask = weights_of.numbers(rng, 2, 7, 12), weights_of.padding_mask(rng, 2, 7)
+    x, mask = reference_weights.numbers(rng, 2, 7, 12), reference_weights.padding_mask(rng, 2, 7)
     x = tf.constant(x, "float32")
     layer = Transformer(2, 0, 12, 3, 10, **NO_DROPOUT)
     output, encoder = layer(x, mask), TransformerEncoder(2, 12, 3, 10, **NO_DROPOUT)
@@ -212,8 +221,8 @@ def test_works_without_masks(mask):
         "float32",
         lambda: TransformerEncoder(*sizes, **NO_DROPOUT),
         reference_blocks.encoder,
-        [weights_of.numbers(rng, 2, 7, 12)],
-        weights_of.stack(rng, weights_of.encoder_layer, *sizes, final_norm=True),
+        [reference_weights.numbers(rng, 2, 7, 12)],
+        reference_weights.stack(rng, reference_weights.encoder_layer, *sizes, final_norm=True),
         call=lambda layer, x: layer(x, *mask_arguments),
         tolerance=BLOCKS,
     )
@@ -221,10 +230,14 @@ def test_works_without_masks(mask):
         "float32",
         lambda: Transformer(2, *sizes, **NO_DROPOUT),
         partial(transformer, mask=None, causal=None, post=False),
-        [weights_of.numbers(rng, 2, 7, 12), weights_of.numbers(rng, 2, 5, 12)],
+        [reference_weights.numbers(rng, 2, 7, 12), reference_weights.numbers(rng, 2, 5, 12)],
         {
-            "encoder": weights_of.stack(rng, weights_of.encoder_layer, *sizes, final_norm=True),
-            "decoder": weights_of.stack(rng, weights_of.decoder_layer, *sizes, final_norm=True),
+            "encoder": reference_weights.stack(
+                rng, reference_weights.encoder_layer, *sizes, final_norm=True
+            ),
+            "decoder": reference_weights.stack(
+                rng, reference_weights.decoder_layer, *sizes, final_norm=True
+            ),
         },
         call=lambda layer, source, target: layer(source, None, target, None, *mask_arguments),
         tolerance=BLOCKS,
@@ -248,8 +261,10 @@ def test_inference_has_no_dropout(policy):
         policy,
         lambda: TransformerDecoder(2, 12, 3, 10, hidden_dropout_rate=0.5),
         reference_blocks.decoder,
-        [weights_of.numbers(rng, 2, 5, 12), weights_of.numbers(rng, 2, 7, 12)],
-        weights_of.stack(rng, weights_of.decoder_layer, 2, 12, 3, 10, final_norm=True),
+        [reference_weights.numbers(rng, 2, 5, 12), reference_weights.numbers(rng, 2, 7, 12)],
+        reference_weights.stack(
+            rng, reference_weights.decoder_layer, 2, 12, 3, 10, final_norm=True
+        ),
         call=lambda layer, x, memory: layer(x, None, memory, None, training=False),
         tolerance=BLOCKS,
     )
@@ -260,9 +275,9 @@ def test_inference_has_no_dropout(policy):
 def test_cached_decoding_matches_full_sequence(policy, post):
     """Each position's output equals its output in the full sequence."""
     rng = np.random.default_rng(6)
-    weights = weights_of.stack(rng, weights_of.decoder_layer, 2, 12, 3, 10, not post)
-    x, memory = weights_of.numbers(rng, 2, 6, 12), weights_of.numbers(rng, 2, 7, 12)
-    memory_mask = weights_of.padding_mask(rng, 2, 7)
+    weights = reference_weights.stack(rng, reference_weights.decoder_layer, 2, 12, 3, 10, not post)
+    x, memory = reference_weights.numbers(rng, 2, 6, 12), reference_weights.numbers(rng, 2, 7, 12)
+    memory_mask = reference_weights.padding_mask(rng, 2, 7)
     with dtype_policy(policy):
         layer = TransformerDecoder(2, 12, 3, 10, post_layernorm_residual=post)
     layer(x, None, memory, None)
@@ -281,8 +296,10 @@ def test_cached_decoding_matches_full_sequence(policy, post):
 def test_compiled_results_and_gradients_match_eager(jit_compile):
     """Results are equal in `tf.function`, with dynamic shapes and, under XLA, static shapes."""
     rng = np.random.default_rng(7)
-    weights = weights_of.stack(rng, weights_of.decoder_layer, 1, 12, 3, 10, final_norm=True)
-    x, memory = weights_of.numbers(rng, 2, 5, 12), weights_of.numbers(rng, 2, 7, 12)
+    weights = reference_weights.stack(
+        rng, reference_weights.decoder_layer, 1, 12, 3, 10, final_norm=True
+    )
+    x, memory = reference_weights.numbers(rng, 2, 5, 12), reference_weights.numbers(rng, 2, 7, 12)
     causal, memory_mask = decoder_masks(rng, 2, 5, 7)
     layer = TransformerDecoder(1, 12, 3, 10, **NO_DROPOUT)
     layer(x, None, memory, None)
@@ -311,6 +328,6 @@ def test_compiled_results_and_gradients_match_eager(jit_compile):
     expected, backward = reference_blocks.decoder(x, memory, weights, causal, memory_mask)
     input_gradients, weight_gradients = backward(expected)
     expected_gradients = {f"input {i}": g for i, g in enumerate(input_gradients)}
-    expected_gradients.update(weights_of.leaves(weight_gradients))
+    expected_gradients.update(reference_weights.leaves(weight_gradients))
     assert_all_close({"output": output}, {"output": expected}, BLOCKS["float32"])
     assert_all_close(gradients, expected_gradients, BLOCKS["float32"])

@@ -155,7 +155,7 @@ def test_unknown_lengths_raise():
         run.get_concrete_function()
 
 
-def losses_by(implementation, **options):
+def train_losses(implementation, **options):
     """Return the losses of three steps of a language model on packed sequences."""
     network = CausalLM(
         30,
@@ -183,6 +183,6 @@ def losses_by(implementation, **options):
 def test_blockwise_training_on_a_mesh_matches_reference():
     blockwise_attention.ALL_POSITIONS = attention_core.ALL_POSITIONS = 5, 4
     options = {"positions": "alibi", "prefix": True}
-    expected = losses_by("reference", **options)
+    expected = train_losses("reference", **options)
     start(data_parallel=2, model_parallel=2, sequence_parallel=True)
-    np.testing.assert_allclose(losses_by("blockwise", **options), expected, rtol=1e-5)
+    np.testing.assert_allclose(train_losses("blockwise", **options), expected, rtol=1e-5)

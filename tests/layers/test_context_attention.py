@@ -92,59 +92,59 @@ def use_small_blocks():
 
 
 @on_mesh
-def test_in_rounds():
+def test_ring_attention_matches_reference():
     use_small_blocks()
     check(["causal window"], 2, model_parallel=1, context_parallel=2, **RING)
 
 
 @on_mesh
-def test_with_gathered_keys_and_values():
+def test_all_gather_attention_matches_reference():
     check(["alibi"], 2, model_parallel=1, context_parallel=4, **GATHERED)
 
 
 @on_mesh
-def test_by_heads():
+def test_ulysses_attention_matches_reference():
     check(["segments"], 4, model_parallel=1, context_parallel=2, **BY_HEADS)
 
 
 @pytest.mark.long
 @on_mesh
-def test_all_masks_and_biases_in_rounds():
+def test_all_masks_and_biases_in_ring_attention():
     use_small_blocks()
     check(CASES, 2, model_parallel=1, context_parallel=2, **RING)
 
 
 @pytest.mark.long
 @on_mesh
-def test_all_masks_and_biases_with_gathered_keys_and_values():
+def test_all_masks_and_biases_in_all_gather_attention():
     use_small_blocks()
     check(CASES, 2, model_parallel=1, context_parallel=2, **GATHERED)
 
 
 @pytest.mark.long
 @on_mesh
-def test_all_masks_and_biases_by_heads():
+def test_all_masks_and_biases_in_ulysses_attention():
     use_small_blocks()
     check(CASES, 2, model_parallel=1, context_parallel=2, **BY_HEADS)
 
 
 @pytest.mark.long
 @on_mesh
-def test_four_rounds():
+def test_ring_attention_over_four_shards_matches_reference():
     use_small_blocks()
     check(["all", "causal", "window", "segments"], 2, model_parallel=1, context_parallel=4, **RING)
 
 
 @pytest.mark.long
 @on_mesh
-def test_by_heads_with_replicated_keys():
+def test_ulysses_attention_with_replicated_keys_matches_reference():
     check(["segments"], 2, model_parallel=1, context_parallel=4, **BY_HEADS)
     check(["relative"], 2, model_parallel=2, context_parallel=2, **BY_HEADS)
 
 
 @pytest.mark.long
 @on_mesh
-def test_cross_attention_to_another_length():
+def test_cross_attention_to_another_length_matches_reference():
     use_small_blocks()
     for mode in (RING, GATHERED, BY_HEADS):
         check(["all"], 4, 24, data_parallel=2, context_parallel=2, model_parallel=1, **mode)

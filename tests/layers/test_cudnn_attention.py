@@ -24,7 +24,7 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.reports import memory
 from harness.stablehlo import custom_calls
 from tests.layers.reference_compare import dtype_policy
-from tests.layers.test_blockwise_attention import CASES, losses_by, results
+from tests.layers.test_blockwise_attention import CASES, results, train_losses
 
 JAX_CALLS = json.loads(pathlib.Path(__file__).with_name("jax_cudnn_calls.json").read_text())
 REFUSED = {"soft cap", "relative", "relative causal", "alibi"}
@@ -40,7 +40,7 @@ def on_gpu(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def warned_anew():
+def reset_warnings():
     attention_core._warn_once.cache_clear()
 
 
@@ -123,7 +123,7 @@ def test_calls_equal_those_of_jax(name):
     assert calls == expected
 
 
-def hlo_of(mask):
+def compile_to_hlo(mask):
     """Return the HLO of an attention layer and its gradient for a GPU."""
     with dtype_policy("mixed_bfloat16"):
         layer = MultiHeadAttention(
@@ -152,7 +152,7 @@ def hlo_of(mask):
 @pytest.mark.parametrize("has_mask", [False, True], ids=["causal", "packed"])
 def test_gpu_program_contains_no_scores(on_gpu, has_mask):
     segments = tf.constant(np.repeat([[1, 2, 0]], 16, axis=1).repeat(2, axis=0))
-    hlo = hlo_of(Segments(segments, segments) if has_mask else None)
+    hlo = compile_to_hlo(Segments(segments, segments) if has_mask else None)
     kind = "ScaleBiasSoftmax" if has_mask else "Softmax"
     assert hlo.count(f'custom_call_target="__cudnn$fmha{kind}"') == 1
     assert hlo.count(f'custom_call_target="__cudnn$fmha{kind}Backward"') == 1
@@ -169,9 +169,9 @@ def test_training_matches_reference_attention(monkeypatch, recompute):
     )
     with warnings.catch_warnings(), parallel_config(recompute=recompute):
         warnings.simplefilter("error", UserWarning)
-        losses = losses_by("cudnn")
+        losses = train_losses("cudnn")
     assert counted
-    np.testing.assert_allclose(losses, losses_by("reference"), rtol=1e-5)
+    np.testing.assert_allclose(losses, train_losses("reference"), rtol=1e-5)
 
 
 def test_mesh_uses_blocks_with_a_warning(on_gpu):

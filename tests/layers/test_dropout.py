@@ -13,7 +13,7 @@ from tests.layers.reference_compare import each_policy
 from tests.tolerances import LAYERS, assert_all_close
 
 
-def mask_of(layer, seed, x=None):
+def dropout_mask(layer, seed, x=None):
     x = np.ones((64, 64), "float32") if x is None else x
     with dropout_seed(tf.constant(seed)):
         return layer(x, training=True).numpy()
@@ -22,10 +22,14 @@ def mask_of(layer, seed, x=None):
 def test_masks_depend_only_on_seed_and_layer():
     first, second = Dropout(0.3, name="first"), Dropout(0.3, name="second")
     same_name = Dropout(0.3, name="first")
-    mask = mask_of(first, [7, 3])
-    np.testing.assert_array_equal(mask_of(first, [7, 3]), mask)
-    np.testing.assert_array_equal(mask_of(same_name, [7, 3]), mask)
-    other_masks = [mask_of(first, [7, 4]), mask_of(first, [8, 3]), mask_of(second, [7, 3])]
+    mask = dropout_mask(first, [7, 3])
+    np.testing.assert_array_equal(dropout_mask(first, [7, 3]), mask)
+    np.testing.assert_array_equal(dropout_mask(same_name, [7, 3]), mask)
+    other_masks = [
+        dropout_mask(first, [7, 4]),
+        dropout_mask(first, [8, 3]),
+        dropout_mask(second, [7, 3]),
+    ]
     for other in other_masks:
         agree = ((other == 0) == (mask == 0)).mean()
         assert abs(agree - (0.3**2 + 0.7**2)) < 0.05, "masks are independent"
@@ -36,7 +40,7 @@ def test_masks_depend_only_on_seed_and_layer():
 def test_kept_fraction_and_scale(policy, rate):
     layer = Dropout(rate, dtype=policy)
     x = np.full((256, 256), 3.0, "float32")
-    dropped = mask_of(layer, [1, 2], x).astype("float64")
+    dropped = dropout_mask(layer, [1, 2], x).astype("float64")
     is_kept = dropped != 0
     # Five standard deviations of 65,536 draws.
     assert abs(is_kept.mean() - (1 - rate)) <= 5 * np.sqrt(rate * (1 - rate)) / 256
@@ -90,4 +94,4 @@ def test_each_step_of_a_compiled_function_draws_a_new_mask():
     masks = [step(tf.constant(index)).numpy() for index in (0, 1, 0)]
     assert (masks[0] != masks[1]).mean() > 0.4
     np.testing.assert_array_equal(masks[0], masks[2])
-    np.testing.assert_array_equal(masks[0], mask_of(layer, [7, 0]))
+    np.testing.assert_array_equal(masks[0], dropout_mask(layer, [7, 0]))

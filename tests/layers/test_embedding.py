@@ -13,16 +13,15 @@ from dtransformer.layers import (
     VocabHead,
 )
 from dtransformer.layers.position import segment_starts
-from tests.layers import reference
-from tests.layers import reference_weights as weights_of
+from tests.layers import reference, reference_weights
 from tests.layers.reference_compare import assign, compare, dtype_policy, each_policy
 from tests.tolerances import LAYERS, assert_all_close
 
 VOCAB, PADDED, HIDDEN = 10, 12, 6
 
 
-def table_of(rng, rows=VOCAB):
-    return {"table": weights_of.numbers(rng, rows, HIDDEN)}
+def random_table(rng, rows=VOCAB):
+    return {"table": reference_weights.numbers(rng, rows, HIDDEN)}
 
 
 @each_policy
@@ -36,7 +35,7 @@ def test_look_up_and_gradient_of_repeated_ids(policy, shape, dtype):
         lambda: VocabEmbedding(VOCAB, HIDDEN),
         reference.embedding,
         [ids],
-        table_of(rng),
+        random_table(rng),
         call=lambda layer, ids: layer(ids)[0],
     )
     embeddings, table = layer(ids)
@@ -52,8 +51,8 @@ def test_head(policy, use_bias):
         policy,
         lambda: VocabHead(VOCAB, use_bias=use_bias),
         reference.linear,
-        [weights_of.numbers(rng, 2, 5, HIDDEN)],
-        weights_of.linear(rng, HIDDEN, VOCAB, use_bias),
+        [reference_weights.numbers(rng, 2, 5, HIDDEN)],
+        reference_weights.linear(rng, HIDDEN, VOCAB, use_bias),
         call=lambda layer, x: layer(x),
     )
 
@@ -91,7 +90,7 @@ def run_tied(policy, weights, ids, labels):
 def test_tied_table_receives_both_gradients(policy):
     rng = np.random.default_rng(2)
     ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
-    weights = table_of(rng)
+    weights = random_table(rng)
     loss, _, gradient = run_tied(policy, weights, ids, labels)
     expected, backward = tied_loss(ids, weights, labels)
     assert_all_close({"loss": loss}, {"loss": expected}, LAYERS[policy])
@@ -103,7 +102,7 @@ def test_padded_rows_do_not_change_results(policy):
     """Ten entries on four ranks are padded to twelve rows. The last two have no effect."""
     rng = np.random.default_rng(3)
     ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
-    true = table_of(rng)
+    true = random_table(rng)
     expected, backward = tied_loss(ids, true, labels)
     with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
         seen = []
@@ -127,8 +126,8 @@ def test_padded_rows_do_not_change_results(policy):
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_padded_untied_head_matches_unpadded_head(policy, use_bias):
     rng = np.random.default_rng(4)
-    weights = weights_of.linear(rng, HIDDEN, PADDED, use_bias)
-    x = weights_of.numbers(rng, 2, 5, HIDDEN)
+    weights = reference_weights.linear(rng, HIDDEN, PADDED, use_bias)
+    x = reference_weights.numbers(rng, 2, 5, HIDDEN)
 
     def reference_head(x, weights):
         true = {name: value[..., :VOCAB] for name, value in weights.items()}
@@ -176,7 +175,7 @@ def test_ids_of_padded_rows_raise(number):
 @each_policy
 def test_learned_positions(policy):
     rng = np.random.default_rng(5)
-    x = weights_of.numbers(rng, 2, 5, HIDDEN)
+    x = reference_weights.numbers(rng, 2, 5, HIDDEN)
 
     def positions(x, weights, start=0):
         rows = np.broadcast_to(np.arange(start, start + x.shape[1]), x.shape[:2])
@@ -189,7 +188,7 @@ def test_learned_positions(policy):
             lambda: PositionEmbedding(VOCAB - offset, kind="learned", offset=offset),
             lambda x, weights: positions(x, weights, start + offset),
             [x],
-            table_of(rng),
+            random_table(rng),
             call=lambda layer, x: layer(x, start=start),
         )
 
@@ -197,8 +196,8 @@ def test_learned_positions(policy):
 @each_policy
 def test_token_type_embedding(policy):
     rng = np.random.default_rng(7)
-    x, types = weights_of.numbers(rng, 2, 5, HIDDEN), rng.integers(0, 3, (2, 5))
-    weights = {"table": weights_of.numbers(rng, 3, HIDDEN)}
+    x, types = reference_weights.numbers(rng, 2, 5, HIDDEN), rng.integers(0, 3, (2, 5))
+    weights = {"table": reference_weights.numbers(rng, 3, HIDDEN)}
 
     def with_types(x, weights, types):
         rows, backward = reference.embedding(types, weights)
@@ -222,7 +221,7 @@ def test_token_type_embedding(policy):
 def test_sinusoidal_positions(policy, hidden, kind):
     """Wavelengths from 2π to 10000·2π, or 10000^(2i/h) as in the paper, sines first."""
     rng = np.random.default_rng(6)
-    x = weights_of.numbers(rng, 2, 9, hidden)
+    x = reference_weights.numbers(rng, 2, 9, hidden)
     half = (hidden + 1) // 2
     last = half - 1 if kind == "sinusoidal" else hidden / 2
     angles = np.arange(9)[:, None] * 10000.0 ** (-np.arange(half) / last)

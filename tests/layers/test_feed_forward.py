@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import FeedForward, Linear
-from tests.layers import reference, reference_blocks
-from tests.layers import reference_weights as weights_of
+from tests.layers import reference, reference_blocks, reference_weights
 from tests.layers.reference_compare import compare, each_policy
 
 SHAPES = [(2, 5, 12, 10), (1, 1, 3, 1), (3, 7, 5, 17)]
@@ -23,8 +22,8 @@ def test_feed_forward(policy, hidden_act, batch, length, hidden, inner):
         policy,
         lambda: FeedForward(hidden, inner, dropout_rate=0.0, hidden_act=hidden_act),
         partial(reference_blocks.feed_forward, hidden_act=hidden_act),
-        [weights_of.numbers(rng, batch, length, hidden)],
-        weights_of.feed_forward(rng, hidden, inner),
+        [reference_weights.numbers(rng, batch, length, hidden)],
+        reference_weights.feed_forward(rng, hidden, inner),
     )
 
 
@@ -35,8 +34,8 @@ def test_feed_forward_defaults_are_gelu_and_no_dropout_at_inference(policy):
         policy,
         lambda: FeedForward(12, 10),
         partial(reference_blocks.feed_forward, hidden_act="gelu"),
-        [weights_of.numbers(rng, 2, 5, 12)],
-        weights_of.feed_forward(rng, 12, 10),
+        [reference_weights.numbers(rng, 2, 5, 12)],
+        reference_weights.feed_forward(rng, 12, 10),
         call=lambda layer, x: layer(x, training=False),
     )
 
@@ -61,7 +60,7 @@ def test_linear(policy, parallel, use_bias, shape, units):
         policy,
         lambda: Linear(units, use_bias=use_bias, parallel=parallel),
         reference.linear,
-        [weights_of.numbers(rng, *shape)],
-        weights_of.linear(rng, shape[-1], units, use_bias),
+        [reference_weights.numbers(rng, *shape)],
+        reference_weights.linear(rng, shape[-1], units, use_bias),
         call=lambda layer, x: layer(x),
     )

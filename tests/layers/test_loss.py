@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.trainers import Trainer
-from tests.layers import reference
-from tests.layers import reference_weights as weights_of
+from tests.layers import reference, reference_weights
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import LOSS, assert_all_close
 
@@ -37,7 +36,7 @@ def compare(dtype, logits, labels, mask=None, mask_type=None, label_type="int32"
 
 def data(shape, seed=0):
     rng = np.random.default_rng(seed)
-    return weights_of.numbers(rng, *shape, WIDTH, scale=1.5), rng.integers(0, CLASSES, shape)
+    return reference_weights.numbers(rng, *shape, WIDTH, scale=1.5), rng.integers(0, CLASSES, shape)
 
 
 @each_dtype
@@ -63,7 +62,7 @@ def test_z_loss_matches_the_reference(dtype, label_smoothing, vocab_size):
 @pytest.mark.parametrize("mask_type", ["float32", "int32", "bool", "bfloat16"])
 def test_mean_is_over_weighted_tokens(dtype, label_smoothing, mask_type):
     logits, labels = data((4, 6))
-    mask = weights_of.padding_mask(np.random.default_rng(1), 4, 6)
+    mask = reference_weights.padding_mask(np.random.default_rng(1), 4, 6)
     mask[2] = 0
     compare(dtype, logits, labels, mask, mask_type, label_smoothing=label_smoothing)
 

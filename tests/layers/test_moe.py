@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from dtransformer import MoEConfig, parallel_config
 from dtransformer.layers import FeedForward, MoE, TransformerEncoder
-from tests.layers import reference_moe
-from tests.layers import reference_weights as weights_of
+from tests.layers import reference_moe, reference_weights
 
 BATCH, LENGTH, HIDDEN, INNER = 3, 8, 6, 10
 PADDING = np.arange(LENGTH) < np.array([[8], [5], [0]])
@@ -35,25 +34,25 @@ DROPPING = {"two of four", "groups of tokens", "groups that do not divide", "sig
 each_config = pytest.mark.parametrize("name", CONFIGS)
 
 
-def layer_of(**fields):
+def random_layer(**fields):
     """Return a layer with random weights and biases, and a dictionary of them."""
     layer = MoE(HIDDEN, INNER, MoEConfig(**FOUR | fields), dropout_rate=0.0)
     layer.build((None, None, HIDDEN))
     rng = np.random.default_rng(3)
     for weight in layer.weights:
-        weight.assign(weights_of.numbers(rng, *weight.shape))
+        weight.assign(reference_weights.numbers(rng, *weight.shape))
     names = ["/".join(w.path.split("/")[1:]).replace("/", "_") for w in layer.weights]
     return layer, {name: w.numpy().astype("float64") for name, w in zip(names, layer.weights)}
 
 
 def numbers(*shape):
-    return weights_of.numbers(np.random.default_rng(5), *shape)
+    return reference_weights.numbers(np.random.default_rng(5), *shape)
 
 
 @each_config
 @pytest.mark.parametrize("mask", [None, PADDING], ids=["no padding", "padding"])
 def test_outputs_and_losses_match_the_reference(name, mask):
-    layer, weights = layer_of(**CONFIGS[name])
+    layer, weights = random_layer(**CONFIGS[name])
     x = numbers(BATCH, LENGTH, HIDDEN)
     mask_tensor = None if mask is None else tf.constant(mask)
     output = layer(tf.constant(x, "float32"), mask=mask_tensor, training=True)
@@ -65,7 +64,7 @@ def test_outputs_and_losses_match_the_reference(name, mask):
 
 
 def test_compiled_layer_matches_eager():
-    layer, _ = layer_of(num_experts_chosen=2, capacity_factor=1.0)
+    layer, _ = random_layer(num_experts_chosen=2, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     compiled = tf.function(
         lambda x: layer(x), input_signature=[tf.TensorSpec([None, None, HIDDEN])]
@@ -96,7 +95,7 @@ def test_single_expert_equals_feed_forward(gated, use_bias):
 
 @pytest.mark.parametrize("name", ["one of four", "groups of tokens", "sigmoid"])
 def test_auxiliary_loss_gradient_matches_numeric(name):
-    layer, weights = layer_of(**CONFIGS[name])
+    layer, weights = random_layer(**CONFIGS[name])
     x = numbers(BATCH, LENGTH, HIDDEN)
     with tf.GradientTape() as tape:
         layer(tf.constant(x, "float32"), mask=tf.constant(PADDING), training=True)
@@ -116,7 +115,7 @@ def test_auxiliary_loss_gradient_matches_numeric(name):
 
 @each_config
 def test_gradients_match_numeric_gradients_of_the_reference(name):
-    layer, weights = layer_of(**CONFIGS[name])
+    layer, weights = random_layer(**CONFIGS[name])
     arrays = {"inputs": numbers(BATCH, LENGTH, HIDDEN), **weights}
     factor = arrays["inputs"][::-1]
     x = tf.constant(arrays["inputs"], "float32")
@@ -137,7 +136,7 @@ def test_gradients_match_numeric_gradients_of_the_reference(name):
 
 
 def test_bias_of_overloaded_experts_decreases():
-    layer, _ = layer_of(router_type="sigmoid", aux_loss_factor=0.0, z_loss_factor=0.0)
+    layer, _ = random_layer(router_type="sigmoid", aux_loss_factor=0.0, z_loss_factor=0.0)
     layer.router.bias.assign([5.0, 0.0, 0.0, 0.0])  # All tokens choose the first expert.
     with tf.GradientTape() as tape:
         layer(tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32"), training=True)
@@ -148,13 +147,13 @@ def test_bias_of_overloaded_experts_decreases():
 
 
 def test_flat_tokens_are_one_sequence():
-    layer, _ = layer_of(expert_group_size=4, capacity_factor=1.0)
+    layer, _ = random_layer(expert_group_size=4, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH * LENGTH, HIDDEN), "float32")
     np.testing.assert_array_equal(layer(x), layer(x[None])[0])
 
 
 def test_shared_experts_process_every_token():
-    layer, _ = layer_of(shared_experts=2)
+    layer, _ = random_layer(shared_experts=2)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     assert layer.shared_experts.mapping_kernel.shape == (HIDDEN, 2 * INNER)
     shared = layer.shared_experts
@@ -164,7 +163,7 @@ def test_shared_experts_process_every_token():
 
 
 def test_router_jitter_applies_only_in_training():
-    layer, _ = layer_of(router_jitter=0.5)
+    layer, _ = random_layer(router_jitter=0.5)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
     np.testing.assert_array_equal(layer.router(x).logits, layer.router(x).logits)
     jittered = layer.router(x, training=True).logits
@@ -172,7 +171,7 @@ def test_router_jitter_applies_only_in_training():
 
 
 def test_recompute_does_not_change_results():
-    layer, _ = layer_of(num_experts_chosen=2, capacity_factor=1.0)
+    layer, _ = random_layer(num_experts_chosen=2, capacity_factor=1.0)
     x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
 
     def gradients():
@@ -189,7 +188,7 @@ def test_recompute_does_not_change_results():
 
 
 def test_use_experts_selects_blocks():
-    def last_one(network, layer_id, layers, **_):
+    def use_experts_in_last_block(network, layer_id, layers, **_):
         network.use_experts(layer_id == layers - 1)
 
     moe = MoEConfig(expert_num=2)
@@ -199,7 +198,7 @@ def test_use_experts_selects_blocks():
     ]
     assert have() == [True] * 4
     assert have(moe_every=2) == [False, True, False, True]
-    assert have(lambda_func=last_one) == [False, False, False, True]
+    assert have(lambda_func=use_experts_in_last_block) == [False, False, False, True]
     (block,) = TransformerEncoder(1, 8, 2, 16, moe_config=MoEConfig()).blocks
     assert type(block.feed_forward) is FeedForward, "one expert is a feed-forward layer"
     with pytest.raises(ValueError, match="has no experts"):
@@ -228,7 +227,7 @@ def test_moe_config_round_trip():
 )
 def test_conflicting_fields_raise(fields, words):
     with pytest.raises(ValueError, match=words):
-        layer_of(**fields)
+        random_layer(**fields)
 
 
 @pytest.mark.parametrize(
@@ -240,4 +239,4 @@ def test_conflicting_fields_raise(fields, words):
 )
 def test_unsupported_layouts_raise(layout, fields, words):
     with parallel_config(**layout), pytest.raises(ValueError, match=words):
-        layer_of(**fields)
+        random_layer(**fields)

@@ -8,13 +8,12 @@ import tensorflow as tf
 
 from dtransformer.layers import LayerNorm, RMSNorm
 from dtransformer.layers.norm import make_norm
-from tests.layers import reference
-from tests.layers import reference_weights as weights_of
+from tests.layers import reference, reference_weights
 from tests.layers.reference_compare import compare, dtype_policy, each_policy
 
 NORMS = [
-    pytest.param(LayerNorm, reference.layer_norm, weights_of.layer_norm, id="LayerNorm"),
-    pytest.param(RMSNorm, reference.rms_norm, weights_of.rms_norm, id="RMSNorm"),
+    pytest.param(LayerNorm, reference.layer_norm, reference_weights.layer_norm, id="LayerNorm"),
+    pytest.param(RMSNorm, reference.rms_norm, reference_weights.rms_norm, id="RMSNorm"),
 ]
 
 
@@ -28,17 +27,17 @@ class TestNorms:
     @pytest.mark.parametrize("shape", [(2, 5, 12), (1, 1, 3), (7, 33)])
     def test_matches_the_reference(self, policy, norm, function, make_weights, shape):
         rng = np.random.default_rng(0)
-        x = weights_of.numbers(rng, *shape)
+        x = reference_weights.numbers(rng, *shape)
         compare(policy, norm, function, [x], make_weights(rng, shape[-1]), plain)
 
     def test_default_epsilon_matters_for_small_inputs(self, policy, norm, function, make_weights):
         rng = np.random.default_rng(1)
-        x = weights_of.numbers(rng, 4, 8) / 512.0
+        x = reference_weights.numbers(rng, 4, 8) / 512.0
         compare(policy, norm, function, [x], make_weights(rng, 8), plain)
 
     def test_custom_epsilon(self, policy, norm, function, make_weights):
         rng = np.random.default_rng(2)
-        x = weights_of.numbers(rng, 4, 8)
+        x = reference_weights.numbers(rng, 4, 8)
         function = partial(function, epsilon=0.25)
         make = lambda: norm(epsilon=0.25)
         compare(policy, make, function, [x], make_weights(rng, 8), plain)
@@ -51,7 +50,7 @@ class TestNorms:
     def test_squares_do_not_overflow_in_16_bits(self, policy, norm, function, make_weights):
         """60,000 is a float16, its square is not: the norm is computed in float32."""
         rng = np.random.default_rng(4)
-        x = 16384.0 * np.sign(weights_of.numbers(rng, 4, 8) + 1 / 128)
+        x = 16384.0 * np.sign(reference_weights.numbers(rng, 4, 8) + 1 / 128)
         x[:, 0] = 49152.0
         compare(policy, norm, function, [x], make_weights(rng, 8), plain)
 

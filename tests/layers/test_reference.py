@@ -5,8 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.layers import reference, reference_blocks
-from tests.layers import reference_weights as weights_of
+from tests.layers import reference, reference_blocks, reference_weights
 from tests.tolerances import NUMERIC_DERIVATIVE
 
 HIDDEN, HEADS, INNER = 4, 2, 3
@@ -39,8 +38,8 @@ def check(function, inputs, weights=None):
     named = [(f"input {i}", x) for i, x in enumerate(inputs) if x.dtype == np.float64]
     actual = [(f"input {i}", g) for i, g in enumerate(input_grads)]
     if weights is not None:
-        named += weights_of.leaves(weights)
-        actual += weights_of.leaves(weight_grads)
+        named += reference_weights.leaves(weights)
+        actual += reference_weights.leaves(weight_grads)
     actual = dict(actual)
     assert set(actual) == {name for name, _ in named}
     for name, array in named:
@@ -58,28 +57,28 @@ def rng():
     return np.random.default_rng(0)
 
 
-def test_linear(rng):
+def test_linear_gradients(rng):
     x = rng.normal(size=(2, 3, 5))
-    check(reference.linear, [x], weights_of.linear(rng, 5, 4))
-    check(reference.linear, [x], weights_of.linear(rng, 5, 4, use_bias=False))
+    check(reference.linear, [x], reference_weights.linear(rng, 5, 4))
+    check(reference.linear, [x], reference_weights.linear(rng, 5, 4, use_bias=False))
 
 
 @pytest.mark.parametrize("name", sorted(reference.ACTIVATIONS))
-def test_activations(rng, name):
+def test_activation_gradients(rng, name):
     check(reference.ACTIVATIONS[name], [rng.normal(size=(3, 7))])
 
 
-def test_norms(rng):
+def test_norm_gradients(rng):
     x = rng.normal(size=(2, 3, 5))
     for epsilon in (1e-5, 0.5):
         layer_norm = partial(reference.layer_norm, epsilon=epsilon)
-        check(layer_norm, [x], weights_of.layer_norm(rng, 5))
+        check(layer_norm, [x], reference_weights.layer_norm(rng, 5))
         rms_norm = partial(reference.rms_norm, epsilon=epsilon)
-        check(rms_norm, [x], weights_of.rms_norm(rng, 5))
+        check(rms_norm, [x], reference_weights.rms_norm(rng, 5))
 
 
-def test_masked_softmax(rng):
-    allowed = weights_of.attention_mask(rng, 2, 3, 5) != 0
+def test_masked_softmax_gradients(rng):
+    allowed = reference_weights.attention_mask(rng, 2, 3, 5) != 0
     check(partial(reference.masked_softmax, allowed=allowed), [rng.normal(size=(2, 3, 5))])
 
 
@@ -90,7 +89,7 @@ def test_masked_softmax_of_large_scores_and_empty_rows():
     np.testing.assert_array_equal(probabilities, [[0.5, 0.5, 0], [0, 1, 0], [0, 0, 0]])
 
 
-def test_embedding(rng):
+def test_embedding_gradients(rng):
     ids = np.array([[0, 3, 3], [2, 0, 3]])
     check(reference.embedding, [ids], {"table": rng.normal(size=(5, 2))})
 
@@ -106,7 +105,7 @@ def test_embedding(rng):
         dict(mask=[[0, 0, 0], [0, 0, 0]]),
     ],
 )
-def test_cross_entropy(rng, options):
+def test_cross_entropy_gradients(rng, options):
     labels = np.array([[3, 0, 1], [2, 1, -100]])
     if options.get("ignore_id") != -100:
         labels = np.maximum(labels, 0)
@@ -121,57 +120,61 @@ def test_cross_entropy_of_equal_logits_is_log_num_classes():
         np.testing.assert_allclose(loss, np.log(5.0))
 
 
-def test_causal_mask():
+def test_causal_mask_is_lower_triangular():
     expected = [[[1, 0, 0], [1, 1, 0], [0, 0, 0]]]
     np.testing.assert_array_equal(reference.causal_mask([[1, 1, 0]]), expected)
 
 
 @pytest.mark.parametrize("mask", [None, "padding", "one row", "full"])
-def test_attention(rng, mask):
+def test_attention_gradients(rng, mask):
     query = rng.normal(size=(2, 3, HIDDEN))
     key, value = rng.normal(size=(2, 2, 5, HIDDEN))
     masks = {
-        "padding": weights_of.padding_mask(rng, 2, 5),
-        "one row": weights_of.padding_mask(rng, 2, 5)[:, None, :],
-        "full": weights_of.attention_mask(rng, 2, 3, 5),
+        "padding": reference_weights.padding_mask(rng, 2, 5),
+        "one row": reference_weights.padding_mask(rng, 2, 5)[:, None, :],
+        "full": reference_weights.attention_mask(rng, 2, 3, 5),
     }
     function = partial(reference_blocks.attention, mask=masks.get(mask))
-    check(function, [query, key, value], weights_of.attention(rng, HIDDEN, HEADS))
+    check(function, [query, key, value], reference_weights.attention(rng, HIDDEN, HEADS))
 
 
 def test_attention_without_allowed_keys_is_the_output_bias(rng):
     x = rng.normal(size=(1, 2, HIDDEN))
-    weights = weights_of.attention(rng, HIDDEN, HEADS)
+    weights = reference_weights.attention(rng, HIDDEN, HEADS)
     output, _ = reference_blocks.attention(x, x, x, weights, np.array([[0, 0]]))
     np.testing.assert_array_equal(output, np.broadcast_to(weights["output_bias"], x.shape))
 
 
 @pytest.mark.parametrize("hidden_act", sorted(reference.ACTIVATIONS))
-def test_feed_forward(rng, hidden_act):
+def test_feed_forward_gradients(rng, hidden_act):
     function = partial(reference_blocks.feed_forward, hidden_act=hidden_act)
-    check(function, [rng.normal(size=(2, 3, HIDDEN))], weights_of.feed_forward(rng, HIDDEN, INNER))
+    check(
+        function,
+        [rng.normal(size=(2, 3, HIDDEN))],
+        reference_weights.feed_forward(rng, HIDDEN, INNER),
+    )
 
 
 @pytest.mark.parametrize("post", [False, True])
-def test_encoder(rng, post):
-    mask = weights_of.padding_mask(rng, 2, 3)
+def test_encoder_gradients(rng, post):
+    mask = reference_weights.padding_mask(rng, 2, 3)
     function = partial(reference_blocks.encoder, mask=mask, post_layernorm_residual=post)
-    weights = weights_of.stack(
-        rng, weights_of.encoder_layer, 2, HIDDEN, HEADS, INNER, final_norm=not post
+    weights = reference_weights.stack(
+        rng, reference_weights.encoder_layer, 2, HIDDEN, HEADS, INNER, final_norm=not post
     )
     check(function, [rng.normal(size=(2, 3, HIDDEN))], weights)
 
 
 @pytest.mark.parametrize("post", [False, True])
-def test_decoder(rng, post):
+def test_decoder_gradients(rng, post):
     function = partial(
         reference_blocks.decoder,
-        decoder_mask=reference.causal_mask(weights_of.padding_mask(rng, 2, 3)),
-        memory_mask=weights_of.padding_mask(rng, 2, 5),
+        decoder_mask=reference.causal_mask(reference_weights.padding_mask(rng, 2, 3)),
+        memory_mask=reference_weights.padding_mask(rng, 2, 5),
         post_layernorm_residual=post,
     )
-    weights = weights_of.stack(
-        rng, weights_of.decoder_layer, 2, HIDDEN, HEADS, INNER, final_norm=not post
+    weights = reference_weights.stack(
+        rng, reference_weights.decoder_layer, 2, HIDDEN, HEADS, INNER, final_norm=not post
     )
     inputs = [rng.normal(size=(2, 3, HIDDEN)), rng.normal(size=(2, 5, HIDDEN))]
     check(function, inputs, weights)

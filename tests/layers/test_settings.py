@@ -13,7 +13,7 @@ SIZES = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 16}
 
 
 @keras.saving.register_keras_serializable("tests")
-def all_on_one(network, layer_id, offset, parallel_config, layers):
+def place_all_on_stage_0(network, layer_id, offset, parallel_config, layers):
     network.pipeline_stage = 0
     network.set_comm_fusion(7)
 
@@ -48,8 +48,10 @@ def test_recompute_survives_config_round_trip(select):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: TransformerEncoder(2, **SIZES, lambda_func=all_on_one),
-        lambda: CausalLM(10, hidden_size=8, num_heads=2, num_layers=2, lambda_func=all_on_one),
+        lambda: TransformerEncoder(2, **SIZES, lambda_func=place_all_on_stage_0),
+        lambda: CausalLM(
+            10, hidden_size=8, num_heads=2, num_layers=2, lambda_func=place_all_on_stage_0
+        ),
     ],
 )
 def test_lambda_func_survives_config_round_trip(make):
@@ -60,7 +62,9 @@ def test_lambda_func_survives_config_round_trip(make):
 
 def test_settings_survive_keras_file(tmp_path):
     inputs = keras.Input((3, 8))
-    encoder = TransformerEncoder(2, **SIZES, lambda_func=all_on_one, hidden_act=keras.layers.ReLU)
+    encoder = TransformerEncoder(
+        2, **SIZES, lambda_func=place_all_on_stage_0, hidden_act=keras.layers.ReLU
+    )
     encoder.blocks[0].recompute(True)
     encoder.shard(mlp=None)
     model = keras.Model(inputs, encoder(inputs))

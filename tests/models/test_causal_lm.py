@@ -86,7 +86,7 @@ def test_gpt_2_small_has_124_million_parameters():
 
 
 @pytest.mark.parametrize("variant, tables", [("tied", 1), ("untied", 2)])
-def test_a_tied_table_is_stored_once(variant, tables):
+def test_tied_table_is_stored_once(variant, tables):
     model = small_model(variant)
     model.build()
     assert sum(VOCAB in variable.shape for variable in model.variables) == tables
@@ -134,7 +134,7 @@ def test_dtype_policy_can_be_an_argument():
 
 
 @each_variant_and_policy
-def test_a_later_token_never_changes_earlier_logits(variant, policy):
+def test_later_token_never_changes_earlier_logits(variant, policy):
     """Logits are bitwise equal. Otherwise training could see its labels."""
     ids = random_ids()
     with dtype_policy(policy):
@@ -186,7 +186,7 @@ def test_trailing_padding_does_not_change_logits(variant, policy):
         assert_all_close({"": alone}, {"": logits[row : row + 1, :length]}, BLOCKS[policy])
 
 
-def test_a_text_of_padding_only_gives_finite_logits():
+def test_text_of_padding_only_gives_finite_logits():
     ids = random_ids()
     ids[1] = 0
     assert np.isfinite(small_model()(ids).numpy()).all()
@@ -226,7 +226,7 @@ def test_dropout_applies_in_training_only():
     np.testing.assert_array_equal(model(ids, training=True), model(ids))
 
 
-def test_a_padded_vocabulary_does_not_change_the_logits():
+def test_padded_vocabulary_does_not_change_the_logits():
     ids = random_ids()
     expected = small_model()(ids).numpy()
     with parallel_config(model_parallel=2):

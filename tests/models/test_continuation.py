@@ -221,7 +221,7 @@ def test_on_tokens_receives_every_generated_token(options):
     assert received != sorted(received), "texts must be generated side by side"
 
 
-def test_an_exception_in_on_tokens_stops_generation():
+def test_exception_in_on_tokens_stops_generation():
     class Enough(Exception):
         pass
 

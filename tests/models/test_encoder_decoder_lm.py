@@ -79,7 +79,7 @@ def test_padding_does_not_change_logits(variant):
 
 
 @each_variant
-def test_a_later_token_never_changes_earlier_logits(variant):
+def test_later_token_never_changes_earlier_logits(variant):
     model = small_model(variant)
     inputs = random_pairs(model)
     logits = model(inputs).numpy()

@@ -177,7 +177,7 @@ class TestGreedy:
             assert model.generate(np.full((batch, length), 5, "int32")).shape[0] == batch
         assert model._generator._functions == before
 
-    def test_a_beam_of_one_and_top_k_of_one_are_greedy(self, model):
+    def test_beam_of_one_and_top_k_of_one_are_greedy(self, model):
         expected = greedy(model, sources(model), max_length=10)
         for options in (
             {"beam_size": 1, "length_penalty": 2.0},
@@ -238,7 +238,7 @@ class TestBeamSearch:
 
     @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 3.0])
     @pytest.mark.parametrize("seed", [0, 1, 2])
-    def test_a_wide_beam_finds_all_translations(self, tiny, seed, alpha):
+    def test_wide_beam_finds_all_translations(self, tiny, seed, alpha):
         model, search = tiny
         randomize(model, seed, end_bias=seed - 1.0)
         hypotheses, scores = search(self.TINY, 3, alpha)
@@ -257,7 +257,7 @@ class TestBeamSearch:
             ids = model.generate(self.TINY, beam_size=27, length_penalty=alpha, max_length=3)
             assert rows(ids) == expected
 
-    def test_a_narrow_beam_has_correct_scores(self, model):
+    def test_narrow_beam_has_correct_scores(self, model):
         ids, search = sources(model, batch=3), compiled_search(model, beam_size=4)
         for alpha in (0.0, 0.6):
             found_hypotheses, scores = search(ids, 6, alpha)
@@ -416,7 +416,7 @@ def test_invalid_options_raise_errors_that_name_them(model, options):
     assert name in str(caught.value) and str(value) in str(caught.value)
 
 
-def test_an_unknown_option_raises_an_error(model):
+def test_unknown_option_raises_an_error(model):
     with pytest.raises(
         TypeError, match="no option 'top_q'. The options are beam_size, length_penalty"
     ):

@@ -100,7 +100,7 @@ def test_token_types_change_outputs_and_default_to_zero():
     assert (changed["next_sentence"] != outputs["next_sentence"]).numpy().all()
 
 
-def test_a_padded_vocabulary_does_not_change_the_logits():
+def test_padded_vocabulary_does_not_change_the_logits():
     with parallel_config(model_parallel=2):
         model = small_model()
         outputs = model(random_ids(model))

@@ -161,7 +161,7 @@ def test_arguments_override_a_preset():
     assert network.arguments["rotary_base"] == 500000.0
 
 
-def test_an_unknown_preset_raises_an_error_with_a_suggestion():
+def test_unknown_preset_raises_an_error_with_a_suggestion():
     with pytest.raises(ValueError, match="Unknown model 'gpt5': did you mean gpt"):
         from_preset("gpt5")
 

@@ -37,7 +37,7 @@ def load_with_adapters(folder, **options):
     return network
 
 
-def test_different_adapters_are_saved_beside_existing_ones(folder, tmp_path):
+def test_different_adapters_are_saved_to_a_new_folder(folder, tmp_path):
     """Equal adapters are not saved again. Different ones go to a new folder, named in a warning."""
     network, target = load_with_adapters(folder), tmp_path / "mine"
     assert save_lora(network, target) == target == save_lora(network, target)
@@ -60,7 +60,7 @@ def test_different_adapters_are_saved_beside_existing_ones(folder, tmp_path):
         save_lora(network, tmp_path / "file", overwrite=True)
 
 
-def test_a_different_network_is_saved_beside_an_existing_one(folder):
+def test_different_network_is_saved_to_a_new_folder(folder):
     network = from_pretrained(folder, name="other")
     assert save_pretrained(network, folder) == folder
     network.weights[0].assign_add(np.ones(network.weights[0].shape))
@@ -78,7 +78,7 @@ def test_a_different_network_is_saved_beside_an_existing_one(folder):
     np.testing.assert_array_equal(from_pretrained(second).weights[0], network.weights[0])
 
 
-def test_a_target_is_checked_before_training(folder, tmp_path):
+def test_save_target_is_checked_before_training(folder, tmp_path):
     check_target(tmp_path / "new" / "folder")
     (tmp_path / "empty").mkdir()
     check_target(tmp_path / "empty")
@@ -92,7 +92,7 @@ def test_a_target_is_checked_before_training(folder, tmp_path):
         check_target(path, overwrite=True)
 
 
-def test_a_loaded_network_records_its_folder(folder, tmp_path):
+def test_loaded_network_records_its_folder(folder, tmp_path):
     network = load_with_adapters(folder)
     copy = CausalLM.from_config(network.get_config())
     copy.build()
@@ -161,7 +161,7 @@ def test_loading_adapters_of_a_larger_network_names_missing_kernels(options, tmp
         load_lora(network, tmp_path)
 
 
-def test_new_folder_is_inside_if_the_parent_accepts_none(tmp_path, monkeypatch):
+def test_new_folder_is_nested_if_the_parent_is_read_only(tmp_path, monkeypatch):
     """The parent in /proc accepts no new folders, like the parent of a mounted disk."""
     monkeypatch.chdir(tmp_path)
     write = lambda text: lambda new_folder: (new_folder / "n").write_text(text)

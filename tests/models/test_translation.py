@@ -154,7 +154,7 @@ def test_target_padding_does_not_change_logits(variant):
 
 
 @each_variant_and_policy
-def test_a_later_token_never_changes_earlier_logits(variant, policy):
+def test_later_token_never_changes_earlier_logits(variant, policy):
     """Logits are bitwise equal. Otherwise training could see its labels."""
     inputs = random_ids()
     inputs["target"][2] = [2, 5, 6, 7, 8, 9]
@@ -206,7 +206,7 @@ def test_any_batch_size_and_length_without_rebuilding():
         np.testing.assert_array_equal(variable.numpy(), before[variable.path])
 
 
-def test_a_sentence_of_padding_only_gives_finite_logits():
+def test_sentence_of_padding_only_gives_finite_logits():
     inputs = random_ids()
     inputs["source"][1] = 0
     assert np.isfinite(small_model()(inputs).numpy()).all()
@@ -223,7 +223,7 @@ def test_more_tokens_than_learned_positions_raise_an_error(side, limit):
 
 
 @pytest.mark.parametrize("model_parallel", [2, 4])
-def test_a_padded_vocabulary_does_not_change_the_logits(model_parallel):
+def test_padded_vocabulary_does_not_change_the_logits(model_parallel):
     inputs = random_ids()
     expected = small_model()(inputs).numpy()
     with parallel_config(model_parallel=model_parallel):

@@ -34,7 +34,7 @@ def test_xla_gives_the_same_mask(rate):
     np.testing.assert_array_equal(compiled(tf.constant([0, 7])), dropout_mask([40, 400], rate))
 
 
-def test_rows_columns_and_seeds_are_independent():
+def test_dropout_masks_of_rows_columns_and_seeds_are_independent():
     mask = dropout_mask([64, 64], 0.5)
     assert len(np.unique(mask, axis=0)) == len(np.unique(mask, axis=1)) == 64
     assert 0.45 < (mask == dropout_mask([64, 64], 0.5, seed=1)).mean() < 0.55

@@ -207,7 +207,7 @@ def test_rejects_sequences_sharded_twice():
         validators.check_supported(TransformerOpParallelConfig(**fields))
 
 
-def test_init_refuses_what_is_not_carried_out_and_stays_outside():
+def test_rejected_init_does_not_initialize_the_job():
     with pytest.raises(ValueError, match="`expert_parallel=2` must divide `data_parallel=1`"):
         dtransformer.init(TransformerOpParallelConfig(expert_parallel=2))
     assert not job.is_initialized()

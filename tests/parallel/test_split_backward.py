@@ -22,7 +22,7 @@ class Block(keras.layers.Layer):
         return self.ffn(x + self.attention(x, x, x))
 
 
-def gradients_of(compute, x, block):
+def compute_gradients(compute, x, block):
     weights = block.trainable_variables
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -50,8 +50,8 @@ def test_deferred_kernel_gradients_equal_direct_gradients(block_and_x):
         with splitting_backward() as deferred:
             return tf.reduce_sum(tf.sin(block(x))), deferred
 
-    expected, _ = gradients_of(direct, x, block)
-    actual, deferred = gradients_of(split, x, block)
+    expected, _ = compute_gradients(direct, x, block)
+    actual, deferred = compute_gradients(split, x, block)
     np.testing.assert_allclose(actual[0], expected[0], atol=1e-5)
     assert len(deferred) == 6  # query, key, value, output, and the two of the feed-forward network
     for weight, gradient, expected_gradient in zip(

@@ -79,7 +79,7 @@ def test_config_must_fit_the_number_of_ranks():
         Topology.from_config(TransformerOpParallelConfig(model_parallel=4), 6)
 
 
-def test_string_lists_axes_larger_than_one():
+def test_topology_string_lists_axes_larger_than_one():
     assert str(Topology()) == "one rank"
     assert str(Topology(stage=2, data=3, model=4)) == "stage 2 · data 3 · model 4"
 
@@ -125,7 +125,7 @@ def test_meshes_data_parallel_groups_and_data_shards(fields, meshes, data_parall
 
 
 @pytest.mark.parametrize("fields", [dict(model=4, local_devices=3), dict(data=3, local_devices=2)])
-def test_devices_of_a_rank_that_make_no_even_part(fields):
+def test_local_devices_must_divide_the_mesh(fields):
     with pytest.raises(ValueError, match=f"`local_devices={fields['local_devices']}` must divide"):
         Topology(**fields)
 

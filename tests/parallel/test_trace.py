@@ -8,7 +8,7 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.scoped import Scoped
 
 
-def test_a_scope_ends_with_its_block_even_after_an_error():
+def test_scope_ends_with_its_block_even_after_an_error():
     with pytest.raises(KeyError):
         with trace.on_mesh(), trace.with_gradients(False):
             assert trace.is_on_mesh() and not trace.has_gradients()

@@ -42,7 +42,7 @@ from dtransformer.planner.stages import stage_kinds
 from dtransformer.planner.work import block_passes
 from dtransformer.runs.config import load_config
 from dtransformer.transformer_config import BlockConfig, TransformerConfig
-from tests.models.pretrained.family_rows import PRESETS_OF
+from tests.models.pretrained.family_rows import PRESET_PATTERNS
 
 SMALL = "gpt2_small"
 EXAMPLE = re.compile(r"```\n\$ dtransformer (plan .*)\n(?!```)((?s:.+?))\n```")
@@ -627,7 +627,7 @@ def test_every_supported_family_has_a_preset():
     from dtransformer.models.pretrained.families import FAMILIES
 
     for family in FAMILIES.keys() - NO_PRESETS:
-        name = PRESETS_OF.get(family, f"{family}_")
+        name = PRESET_PATTERNS.get(family, f"{family}_")
         assert any(re.match(name, preset) for preset in ARCHITECTURES), family
 
 
@@ -650,7 +650,7 @@ def of_cpus(model, ranks, fields, **config):
     return cost(model, Cluster(device, ranks, ranks), job, TransformerOpParallelConfig(**config))
 
 
-def test_ranks_on_a_shared_core_compute_while_others_wait():
+def test_ranks_that_share_a_core_have_shorter_bubbles():
     """With four stages on two cores, a core waits like one of two stages plus a third of a pass."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     alone, shared = (
@@ -743,7 +743,7 @@ def test_states_are_sharded_over_different_meshes_only():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layouts_suit_ranks_with_several_devices(ranks):
+def test_enumerated_layouts_are_valid_topologies(ranks):
     devices = dataclasses.replace(cluster(8 * ranks, "h100"), local_devices=8)
     layouts = enumerate_layouts(named("llama2_7b"), devices, Job(16))
     for index in range(0, len(layouts), 97):

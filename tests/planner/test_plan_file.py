@@ -23,7 +23,7 @@ LLAMA = {
 }
 
 
-def file_of(folder, *options):
+def write_plan(folder, *options):
     """Return the content and the comments of the file that the command writes."""
     path = folder / "plan.yaml"
     ask = ["plan", "--devices", "2", "--device", "h100", "--global-batch", "8", "--yaml", str(path)]
@@ -45,7 +45,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "bfloat16"])
 def test_published_folder_with_adapters_is_a_full_config(precision, folder, tmp_path):
     options = ["--model", str(folder), "--lora", "16", "--precision", precision]
-    content, comments = file_of(tmp_path, *options)
+    content, comments = write_plan(tmp_path, *options)
     assert content["task"] == "causal_lm" and content["data"] == {"length": 128}
     assert content["model"] == {"from": str(folder), "adapters": {"rank": 16}}
     training = {"batch_size": 8, "precision": precision, "optimizer": "adamw"}
@@ -57,7 +57,7 @@ def test_published_folder_with_adapters_is_a_full_config(precision, folder, tmp_
 
 @pytest.mark.tensorflow
 def test_published_folder_trains_from_its_weights(folder, tmp_path):
-    content, comments = file_of(tmp_path, "--model", str(folder))
+    content, comments = write_plan(tmp_path, "--model", str(folder))
     assert content["model"] == {"from": str(folder)}
     assert "random weights" not in comments
 
@@ -65,7 +65,7 @@ def test_published_folder_trains_from_its_weights(folder, tmp_path):
 @pytest.mark.tensorflow
 def test_folder_named_like_a_preset_trains_from_its_weights(folder, tmp_path):
     folder = folder.rename(tmp_path / "llama2_7b")
-    content, _ = file_of(tmp_path, "--model", str(folder))
+    content, _ = write_plan(tmp_path, "--model", str(folder))
     assert content["model"] == {"from": str(folder)}
 
 
@@ -73,7 +73,7 @@ def test_folder_named_like_a_preset_trains_from_its_weights(folder, tmp_path):
 def test_file_freezes_the_planned_blocks(folder, tmp_path):
     from dtransformer.models import CausalLM, freeze
 
-    content, _ = file_of(tmp_path, "--model", str(folder), "--freeze", "2")
+    content, _ = write_plan(tmp_path, "--model", str(folder), "--freeze", "2")
     network = CausalLM(50, hidden_size=8, num_heads=2, num_layers=3, max_length=8)
     network.build()
     frozen = freeze(network, content["model"]["freeze"])
@@ -84,7 +84,7 @@ def test_file_freezes_the_planned_blocks(folder, tmp_path):
 
 def test_named_model_with_adapters_asks_for_its_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    content, comments = file_of(tmp_path, "--model", "llama2-7b", "--lora", "16")
+    content, comments = write_plan(tmp_path, "--model", "llama2-7b", "--lora", "16")
     assert content["model"] == {"from": "models/llama2_7b", "adapters": {"rank": 16}}
     assert "Put the weights to fine-tune into models/llama2_7b" in comments
 
@@ -93,14 +93,14 @@ def test_named_model_with_adapters_asks_for_its_weights(tmp_path, capsys, monkey
 def test_named_model_with_adapters_needs_its_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("one two\n")
-    file_of(tmp_path, "--model", "llama2-7b", "--lora", "16", "--devices", "1")
+    write_plan(tmp_path, "--model", "llama2-7b", "--lora", "16", "--devices", "1")
     train = ["train", "--config", "plan.yaml", "--set", "data.train=text.txt"]
     assert main(train) == 2
     assert "the folder 'models/llama2_7b' does not exist" in capsys.readouterr().err
 
 
 def test_preset_states_that_weights_are_random(tmp_path):
-    content, comments = file_of(tmp_path, "--model", "gpt2-small")
+    content, comments = write_plan(tmp_path, "--model", "gpt2-small")
     assert content["model"] == {"preset": "gpt2_small"}
     assert "`preset:` starts from random weights. `from: FOLDER` reads" in comments
 
@@ -110,7 +110,7 @@ def test_layout_alone_is_rejected_with_steps_to_complete_it(tmp_path, capsys):
     model = {"hidden_size": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 1000}
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump({**model, "sequence_length": 64}))
-    content, comments = file_of(tmp_path, "--model", str(path))
+    content, comments = write_plan(tmp_path, "--model", str(path))
     assert content.keys() == {"parallel"}
     assert "Only a layout" in comments and "dtransformer new causal_lm" in comments
     for option in ([], ["--dry-run"], ["--set", "training.epochs=1"]):

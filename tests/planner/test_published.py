@@ -27,13 +27,13 @@ def test_seconds_of_table_1_follow_from_its_tflops():
     assert seconds == list(printed)
 
 
-def test_steps_of_table_1():
+def test_step_times_match_table_1():
     table = compared.table_1()
     assert table.mean_error <= 0.05
     assert table.worst_error <= 0.10
 
 
-def test_steps_of_table_5():
+def test_step_times_match_table_5():
     for table in compared.table_5():
         assert table.worst_error <= 0.10, table.title
 

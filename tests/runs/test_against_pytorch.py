@@ -35,7 +35,7 @@ def reference(tmp_path_factory):
     return folder, dict(np.load(folder / "found.npz"))
 
 
-def inputs_of(found, with_labels):
+def make_inputs(found, with_labels):
     """Return a batch in the form of the tasks' rows, with the next tokens as labels."""
     segments = np.arange(found["ids"].shape[-1]) < found["lengths"][..., None]
     labels = np.pad(found["labels"][..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=-100)
@@ -49,13 +49,13 @@ def test_preference_loss_with_adapters_matches_pytorch(reference, kind, smoothin
     folder, found = reference
     core, key = from_pretrained(folder / "llama"), f"{kind}/{smoothing}"
     scores = SequenceLogProbability(core.vocab_size, kind == "ipo")
-    model, inputs = GroupModel(core, scores), inputs_of(found, True)
+    model, inputs = GroupModel(core, scores), make_inputs(found, True)
     before = model(inputs)
     np.testing.assert_allclose(before, found[f"{key}/reference"], **CLOSE)
     load_lora(core, folder / "adapters")
-    loss_of = PreferenceLoss(kind, BETA, smoothing)
+    preference_loss = PreferenceLoss(kind, BETA, smoothing)
     with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(loss_of.call(before, model(inputs)))
+        loss = tf.reduce_mean(preference_loss.call(before, model(inputs)))
     np.testing.assert_allclose(loss, found[f"{key}/loss"], **CLOSE)
     factors = {x.path.split("/", 1)[1]: x for x in core.trainable_variables}
     prefix = "blocks/block_0/attention/query_kernel_lora_"
@@ -81,7 +81,7 @@ def test_reward_loss_matches_pytorch(reference, center_rewards):
     key = f"reward/{center_rewards}"
     core = from_pretrained(folder / "llama")
     head = SequenceHead(1, "last", use_bias=False)
-    model, inputs = GroupModel(with_task_head(core, head)), inputs_of(found, False)
+    model, inputs = GroupModel(with_task_head(core, head)), make_inputs(found, False)
     head.classifier.kernel.assign(found["reward/score"].T)
     margins = np.stack([found["margin"], np.zeros(3)], 1).astype("float32")
     with tf.GradientTape() as tape:

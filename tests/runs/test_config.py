@@ -26,13 +26,13 @@ def test_defaults_files_and_settings_in_this_order(tmp_path):
     assert config.parallel.optimizer_shard is False
 
 
-def test_a_saved_config_reads_back_the_same(tmp_path):
+def test_saved_config_is_read_back(tmp_path):
     config = load_config(None, ["model.hidden_size=64", "data.source=a.txt", "search.beam_size=2"])
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
 
 
-def test_words_of_older_runs_are_read(tmp_path):
+def test_values_of_older_runs_are_read(tmp_path):
     (tmp_path / "old.yaml").write_text("training:\n  jit_compile: 'true'\n")
     assert load_config(tmp_path / "old.yaml").training.jit_compile is True
 
@@ -153,7 +153,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text, words", [(x[0], x[1:]) for x in MISTAKES.values()], ids=MISTAKES)
-def test_mistake_names_key_value_and_what_is_allowed(tmp_path, text, words):
+def test_error_names_key_value_and_allowed_values(tmp_path, text, words):
     start = CHAT.splitlines()[0] + "\n" if text.startswith("data") else CHAT
     path = write(tmp_path, f"{start}{text}\n")
     with pytest.raises(InputError) as caught:
@@ -173,11 +173,11 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_examples_are_taken(path):
+def test_example_configs_are_valid(path):
     assert load_config(path).task in SECTIONS
 
 
-def test_a_key_of_another_task_says_so():
+def test_key_of_another_task_raises_an_error():
     with pytest.raises(
         InputError, match="Task translation does not have this key.* Is `task: .*` missing"
     ):
@@ -252,17 +252,17 @@ def test_wrong_settings(setting, words):
 
 
 @pytest.mark.parametrize("task", ["[]", "{}", "3"])
-def test_a_task_that_is_no_name(task):
+def test_invalid_task_name_raises_an_error(task):
     with pytest.raises(InputError, match="unknown task"):
         load_config(settings=[f"task={task}"])
 
 
-def test_a_missing_file_is_named():
+def test_missing_file_is_named():
     with pytest.raises(InputError, match="nowhere.yaml"):
         load_config("nowhere.yaml")
 
 
-def test_recompute_is_given_as_a_mapping(tmp_path):
+def test_recompute_accepts_a_mapping(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("parallel:\n  recompute:\n    select: [attention]\n  optimizer_shard: 2\n")
     parallel = load_config(path).parallel
@@ -270,7 +270,7 @@ def test_recompute_is_given_as_a_mapping(tmp_path):
     assert parallel.optimizer_shard == 2
 
 
-def test_experts_are_given_as_a_mapping(tmp_path):
+def test_moe_config_accepts_a_mapping(tmp_path):
     text = "model:\n  moe_config: {expert_num: 8, num_experts_chosen: 2}\n  moe_every: 2\n"
     config = load_config(write(tmp_path, text))
     assert config.model.moe_config == MoEConfig(expert_num=8, num_experts_chosen=2)

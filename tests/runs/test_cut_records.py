@@ -110,7 +110,7 @@ def test_long_texts_of_other_tasks_are_only_cut(place):
         assert len(found) == 1 and found.lengths.max() == LENGTH, name
 
 
-def test_a_file_without_a_record_that_keeps_its_answer_is_an_error(place):
+def test_file_in_which_every_record_is_too_long_raises_an_error(place):
     with (
         pytest.warns(UserWarning, match="1 of 1 records would lose an answer"),
         pytest.raises(InputError, match="all records of a file have more than data.length=32"),

@@ -45,11 +45,11 @@ def train(*settings, flags=(), run="runs/gpt"):
     return main(["train", "--config", "gpt.yaml", "--run", run, *flags, *options])
 
 
-def test_a_small_text_bounds_the_vocabulary(place):
+def test_small_text_limits_the_vocabulary(place):
     assert 260 < load_run("runs/gpt").tokenizer.vocab_size < 300
 
 
-def test_a_run_that_made_all_its_steps_makes_no_more(place):
+def test_completed_run_trains_no_more_steps(place):
     before = snapshot(place / "runs")
     assert train(flags=["--resume"]) == 0
     assert snapshot(place / "runs") == before
@@ -107,21 +107,21 @@ def test_rejects_reading_options_for_token_shards(place, capsys):
     assert "Documents (dev): 8 with" in capsys.readouterr().out
 
 
-def lines_of(run, kind):
+def read_metrics(run, kind):
     """Return the records of one kind in a run's metrics."""
     lines = pathlib.Path(run, "metrics.jsonl").read_text().splitlines()
     return [x for x in map(json.loads, lines) if x["kind"] == kind]
 
 
-def test_evaluations_between_epochs_leave_the_epoch_as_it_was(place, capsys):
+def test_evaluations_within_an_epoch_do_not_change_its_logs(place, capsys):
     settings = ["training.max_steps=null", "training.checkpoint_steps=0"]
     assert train(*settings, run="runs/plain") == 0
     assert train(*settings, "evaluation.every_steps=2", "logs.csv=true", run="runs/looked") == 0
     printed = capsys.readouterr().out
-    (plain,), (looked,) = (lines_of(f"runs/{name}", "epoch") for name in ("plain", "looked"))
+    (plain,), (looked,) = (read_metrics(f"runs/{name}", "epoch") for name in ("plain", "looked"))
     for name in ("loss", "val_loss", "accuracy"):
         assert looked[name] == plain[name]
-    found = lines_of("runs/looked", "evaluation")
+    found = read_metrics("runs/looked", "evaluation")
     assert [x["step"] for x in found] == list(range(2, plain["step"] + 1, 2)) != []
     assert f"val_loss: {found[0]['val_loss']:.6g}" in printed and "\nstep: 2, val_" in printed
     with open("runs/looked/metrics.csv") as file:
@@ -157,7 +157,7 @@ def test_out_of_memory_prints_layouts_that_fit(place, monkeypatch, capsys):
     assert "layouts computed" in told and "The memory of a device is full" in told
 
 
-def test_a_run_of_several_ranks_is_evaluated_by_one(place, monkeypatch, capsys):
+def test_run_of_several_ranks_is_evaluated_on_one_rank(place, monkeypatch, capsys):
     parallel = TransformerOpParallelConfig(data_parallel=2, model_parallel=2)
     checked = loading.check_run
 
@@ -171,7 +171,7 @@ def test_a_run_of_several_ranks_is_evaluated_by_one(place, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] > 0
 
 
-def test_a_profile_is_written_into_the_run(place, capsys):
+def test_profile_is_written_into_the_run(place, capsys):
     flags = ["--overwrite", "--profile", "2-3"]
     assert train(flags=flags, run="runs/profiled") == 0
     assert list(place.glob("runs/profiled/profile/**/*.xplane.pb"))

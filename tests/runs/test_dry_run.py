@@ -53,7 +53,7 @@ def test_every_task_is_checked(name, dry_run):
     assert "\nChecked: " in out
 
 
-def test_no_value_of_a_weight_is_read(dry_run, monkeypatch):
+def test_weight_values_are_not_read(dry_run, monkeypatch):
     def read(*_):
         raise AssertionError("a weight was read")
 
@@ -107,7 +107,7 @@ def test_weights_of_another_kind_are_refused(place, dry_run):
     assert code == 2 and "trains a EncoderDecoderLM" in err
 
 
-def test_an_existing_export_is_refused_unless_it_is_replaced(place, dry_run):
+def test_existing_export_raises_an_error_without_overwrite(place, dry_run):
     code, _, err = dry_run("chat", "export.folder=llama")
     assert code == 2 and "llama exists already" in err
     assert dry_run("chat", "export.folder=llama", options=["--overwrite"])[0] == 0
@@ -116,7 +116,7 @@ def test_an_existing_export_is_refused_unless_it_is_replaced(place, dry_run):
     assert code == 2 and "`export.saved_model`: served exists" in err
 
 
-def test_an_export_that_no_family_has_is_refused(dry_run):
+def test_unsupported_export_raises_an_error(dry_run):
     code, _, err = dry_run("gpt", "export.family=bert")
     assert code == 2 and "Save it as another family" in err
 
@@ -129,12 +129,12 @@ def test_an_export_that_no_family_has_is_refused(dry_run):
         ("training.beta_2=0.5", "beta_2 is not an argument of optimizer sgd"),
     ],
 )
-def test_options_that_training_refuses_are_refused(setting, told, dry_run):
+def test_options_that_training_rejects_raise_an_error(setting, told, dry_run):
     code, _, err = dry_run("chat", setting)
     assert code == 2 and told in err
 
 
-def test_a_run_with_adapters_is_a_base(place, dry_run, capsys):
+def test_run_with_adapters_can_be_the_base_of_a_run(place, dry_run, capsys):
     path = write_config("chat", place)
     assert main(["train", "--config", str(path), "--run", "runs/chat"]) == 0
     capsys.readouterr()
@@ -147,7 +147,7 @@ def start_ranks(monkeypatch, size, rank):
         monkeypatch.setenv(f"HOROVOD_{name}", str(value))
 
 
-def test_the_started_ranks_are_planned_and_the_first_prints(dry_run, monkeypatch):
+def test_plan_covers_the_started_ranks_and_rank_0_prints_it(dry_run, monkeypatch):
     start_ranks(monkeypatch, 2, 0)
     code, out, _ = dry_run("gpt")
     assert code == 0 and "Layout: data 2 · batch 2, 2 × cpu" in out
@@ -162,7 +162,7 @@ def test_automatic_layouts_are_planned_for_the_started_ranks(dry_run, monkeypatc
 
 
 @pytest.mark.parametrize("setting", ["parallel.data_parallel=8", "parallel.pipeline_stage=3"])
-def test_a_layout_that_the_started_ranks_do_not_fit_is_refused(setting, dry_run, monkeypatch):
+def test_layout_that_does_not_fit_the_ranks_raises_an_error(setting, dry_run, monkeypatch):
     start_ranks(monkeypatch, 2, 0)
     code, _, err = dry_run("gpt", setting)
     assert code == 2 and "but the job has 2" in err
@@ -178,12 +178,12 @@ def test_a_layout_that_the_started_ranks_do_not_fit_is_refused(setting, dry_run,
         (["data_parallel=3"], "global_batch=4 is not divisible by data_parallel=3"),
     ],
 )
-def test_a_layout_that_the_network_or_the_batch_does_not_fit_is_refused(settings, told, dry_run):
+def test_layout_that_does_not_fit_network_or_batch_raises_an_error(settings, told, dry_run):
     code, _, err = dry_run("gpt", *(f"parallel.{setting}" for setting in settings))
     assert code == 2 and told in err
 
 
-def test_techniques_that_do_not_go_together_are_refused(dry_run):
+def test_incompatible_techniques_raise_an_error(dry_run):
     settings = ["pipeline_stage=2", "model_parallel=2", "micro_batch_num=2"]
     settings += ["pipeline_schedule=zb_h1"]
     options = [f"parallel.{setting}" for setting in settings]
@@ -217,7 +217,7 @@ def test_bfloat16_is_refused_for_weights_that_are_trained(name, dry_run):
     assert code == 2 and "would lose small updates" in err
 
 
-def test_adapters_are_trained_beside_weights_in_bfloat16(place, capsys):
+def test_adapters_train_with_frozen_bfloat16_weights(place, capsys):
     path = write_config("chat", place)
     losses = {}
     for precision in ("float32", "bfloat16"):

@@ -43,7 +43,7 @@ def train(task, place, name, model, *settings):
     return place / "models" / name
 
 
-def types_of(folder):
+def read_types(folder):
     """Return the types of all tensors from the header of a folder's file."""
     with safe_open(folder / "model.safetensors", "np") as file:
         return {file.get_slice(name).get_dtype() for name in file.keys()}
@@ -58,7 +58,7 @@ def types_of(folder):
         ("numbers", "regression", []),
     ],
 )
-def test_a_decoder_with_labels_takes_batches_in_transformers(name, task, settings, place):
+def test_exported_classifier_accepts_batches_in_transformers(name, task, settings, place):
     folder = train(task, place, name, LLAMA, *settings)
     config = json.loads((folder / "config.json").read_text())
     assert config["pad_token_id"] == 2  # The end token replaces the missing padding token.
@@ -74,7 +74,7 @@ def test_a_decoder_with_labels_takes_batches_in_transformers(name, task, setting
     np.testing.assert_allclose(own, logits, rtol=0, atol=PARITY_LOGITS)
 
 
-def test_the_padding_of_the_tokenizer_is_written(place):
+def test_padding_of_the_tokenizer_is_written(place):
     base = place / "padded"
     shutil.copytree(place / "llama", base)
     tokenizer = json.loads((base / "tokenizer_config.json").read_text())
@@ -86,7 +86,7 @@ def test_the_padding_of_the_tokenizer_is_written(place):
 @pytest.mark.parametrize("name, model", [("full", LLAMA_16), ("merged", ADAPTED)])
 def test_weights_are_exported_in_the_type_of_their_base(name, model, place):
     folder = train("chat", place, name, model)
-    assert types_of(folder) == {"BF16"}
+    assert read_types(folder) == {"BF16"}
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto")
     assert model.dtype == torch.bfloat16
@@ -97,7 +97,7 @@ def test_weights_are_exported_in_the_type_of_their_base(name, model, place):
 
 def test_export_uses_the_requested_type(place):
     folder = train("chat", place, "wide", ADAPTED, "export.dtype=float32")
-    assert types_of(folder) == {"F32"}
+    assert read_types(folder) == {"F32"}
     ids = np.arange(3, 13)[None]
     own = load_run("runs/wide").core(ids)
     np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=1e-5)
@@ -122,9 +122,9 @@ def test_each_tensor_keeps_its_type(place, tmp_path):
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(again[name], tensor, strict=True)
     narrow = from_pretrained(place / "llama", dtype="bfloat16")
-    assert types_of(save_pretrained(narrow, tmp_path / "narrow")) == {"BF16"}
+    assert read_types(save_pretrained(narrow, tmp_path / "narrow")) == {"BF16"}
     wide = save_pretrained(from_pretrained(folder), tmp_path / "wide", dtype="float32")
-    assert types_of(wide) == {"F32"}
+    assert read_types(wide) == {"F32"}
 
 
 def test_export_rejects_values_outside_the_type(place, tmp_path):
@@ -135,7 +135,7 @@ def test_export_rejects_values_outside_the_type(place, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_base_without_a_head_is_trained_for_labels_and_vectors(place, capsys):
+def test_base_without_a_head_is_trained_for_labels_and_vectors(place, capsys):
     sizes = {"vocab_size": 290, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
     config = transformers.BertConfig(**sizes, num_attention_heads=2)
     transformers.BertModel(config).save_pretrained("bert")

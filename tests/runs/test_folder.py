@@ -20,7 +20,7 @@ from dtransformer.runs.run import check_weights_finite
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint.export import seal
 from tests.cli.test_cli import ENGLISH, french
-from tests.trainers.checkpoint.small import flip, new_trainer
+from tests.trainers.checkpoint.small import flip_bit, new_trainer
 
 SETTINGS = [
     "tokenizer.vocab_size=48",
@@ -112,11 +112,11 @@ SWAPS = {
     "another tokenizer": (swap("tokenizer"), "has changed since the run began"),
     "other weights": (swap(WEIGHTS), "weights belong to another run"),
     "another run.json": (swap("run.json"), "has changed since the run began"),
-    "a flipped bit": (lambda run, other: flip(run / WEIGHTS), "weights are damaged"),
-    "a flipped head": (lambda run, other: flip(run / WEIGHTS, 0), "weights are damaged"),
-    "a flipped end": (lambda run, other: flip(run / WEIGHTS, 0.9999), "weights are damaged"),
+    "a flipped bit": (lambda run, other: flip_bit(run / WEIGHTS), "weights are damaged"),
+    "a flipped head": (lambda run, other: flip_bit(run / WEIGHTS, 0), "weights are damaged"),
+    "a flipped end": (lambda run, other: flip_bit(run / WEIGHTS, 0.9999), "weights are damaged"),
     "a cut file": (lambda run, other: os.truncate(run / WEIGHTS, 9999), "weights are damaged"),
-    "a damaged run.json": (lambda run, other: flip(run / "run.json"), "run.json is damaged"),
+    "a damaged run.json": (lambda run, other: flip_bit(run / "run.json"), "run.json is damaged"),
     "a run.json that is no text": (
         lambda run, other: (run / "run.json").write_bytes(b"[" * 10**5), "run.json is damaged"),
     "no run.json": (foreign, "has no run.json"),
@@ -135,7 +135,7 @@ def test_files_of_another_run_are_rejected(name, run, trained, monkeypatch, caps
         assert words in error and error.count("\n") == 1
 
 
-def nothing(run, other):
+def do_nothing(run, other):
     pass
 
 
@@ -145,30 +145,30 @@ def add(name):
 
 # Change of the run folder, arguments of train, and expected error.
 REFUSED = [
-    (nothing, [], "already contains a run. Add --resume or --overwrite, or choose another --run"),
+    (do_nothing, [], "already contains a run. Add --resume or --overwrite, or choose another --run"),
     (foreign, [], "is not a run folder"),
     (foreign, ["--overwrite"], "is not a run folder"),
     (foreign, ["--resume"], "is not a run folder"),
     (add("notes.txt"), ["--overwrite"], "also contains notes.txt"),
     (SWAPS["a damaged run.json"][0], ["--overwrite"], "run.json is damaged"),
-    (nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),
-    (nothing, ["--overwrite", "data.dev_source=missing.en"], "`data.dev_target` is missing"),
-    (nothing, ["--overwrite", "training.optimizer=fast"], "training.optimizer"),
-    (nothing, ["--overwrite", "training.epoch=2"], "training.epochs"),
-    (nothing, ["--overwrite", "model.num_heads=5"], "num_heads=5"),
-    (nothing, ["--overwrite", "model.hidden_act=gelly"], "gelly"),
-    (nothing, ["--overwrite", "tokenizer.vocab_size=5000"], "5000"),
-    (nothing, ["--overwrite", "parallel.model_parallel=2"], "model_parallel=2"),
-    (nothing, ["--resume", "model.hidden_act=gelu"], "model.hidden_act is 'gelu'"),
-    (nothing, ["--resume", "model.hidden_size=32"], "model.hidden_size is 32"),
-    (nothing, ["--resume", "tokenizer.vocab_size=50"], "tokenizer.vocab_size is 50"),
-    (nothing, ["--resume", "tokenizer.lower_case=true"], "tokenizer.lower_case is True"),
-    (nothing, ["--resume", "data.max_length=16"], "data.max_length is 16"),
-    (nothing, ["--resume", "data.batch_size=8"], "data.batch_size is 8"),
-    (nothing, ["--resume", "training.seed=3"], "training.seed is 3"),
-    (nothing, ["--resume", "data.source=OTHER"], "the train records have changed"),
+    (do_nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),
+    (do_nothing, ["--overwrite", "data.dev_source=missing.en"], "`data.dev_target` is missing"),
+    (do_nothing, ["--overwrite", "training.optimizer=fast"], "training.optimizer"),
+    (do_nothing, ["--overwrite", "training.epoch=2"], "training.epochs"),
+    (do_nothing, ["--overwrite", "model.num_heads=5"], "num_heads=5"),
+    (do_nothing, ["--overwrite", "model.hidden_act=gelly"], "gelly"),
+    (do_nothing, ["--overwrite", "tokenizer.vocab_size=5000"], "5000"),
+    (do_nothing, ["--overwrite", "parallel.model_parallel=2"], "model_parallel=2"),
+    (do_nothing, ["--resume", "model.hidden_act=gelu"], "model.hidden_act is 'gelu'"),
+    (do_nothing, ["--resume", "model.hidden_size=32"], "model.hidden_size is 32"),
+    (do_nothing, ["--resume", "tokenizer.vocab_size=50"], "tokenizer.vocab_size is 50"),
+    (do_nothing, ["--resume", "tokenizer.lower_case=true"], "tokenizer.lower_case is True"),
+    (do_nothing, ["--resume", "data.max_length=16"], "data.max_length is 16"),
+    (do_nothing, ["--resume", "data.batch_size=8"], "data.batch_size is 8"),
+    (do_nothing, ["--resume", "training.seed=3"], "training.seed is 3"),
+    (do_nothing, ["--resume", "data.source=OTHER"], "the train records have changed"),
     (
-        nothing,
+        do_nothing,
         ["--resume", "data.dev_source=OTHER", "data.dev_target=OTHER"],
         "the dev records have changed",
     ),
@@ -177,7 +177,7 @@ REFUSED = [
     (swap(WEIGHTS), ["--resume"], "belong to another run"),
     (swap("tokenizer"), ["--resume"], "has changed since the run began"),
     (swap("config.yaml"), ["--resume"], "has changed since the run began"),
-    (lambda run, other: flip(run / WEIGHTS), ["--resume"], "weights are damaged"),
+    (lambda run, other: flip_bit(run / WEIGHTS), ["--resume"], "weights are damaged"),
     (lambda run, other: shutil.rmtree(run / "checkpoints"), ["--resume"], "no checkpoint to"),
 ]  # fmt: skip
 
@@ -193,7 +193,7 @@ def test_rejected_training_changes_no_file(change, arguments, words, run, traine
     assert snapshot(run.parent) == before
 
 
-def test_a_folder_with_other_files_is_not_replaced(trained, tmp_path, capsys):
+def test_folder_with_other_files_is_not_replaced(trained, tmp_path, capsys):
     shutil.copy(trained / "config.yaml", tmp_path)
     (tmp_path / "file").write_text("mine")
     for folder, flags in ((tmp_path, []), (tmp_path, ["--overwrite"]), (tmp_path / "file", [])):
@@ -211,7 +211,7 @@ def test_invalid_run_folders_are_one_line_errors(name, corpus, tmp_path, capsys)
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
 
 
-def test_the_config_of_a_run_is_not_replaced_with_it(run, capsys):
+def test_overwrite_rejects_a_config_inside_the_run_folder(run, capsys):
     before = snapshot(run)
     assert train(run, run, "--overwrite") == 2
     assert "is inside the run folder to replace" in capsys.readouterr().err
@@ -219,13 +219,13 @@ def test_the_config_of_a_run_is_not_replaced_with_it(run, capsys):
 
 
 @pytest.mark.parametrize("settings", [["model.num_heads=5"], ["data.source=missing.en"]])
-def test_a_refused_run_leaves_no_folder(settings, corpus, tmp_path, capsys):
+def test_rejected_run_leaves_no_folder(settings, corpus, tmp_path, capsys):
     assert train(corpus, tmp_path / "some" / "where", *settings) == 2
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [InputError("no"), RuntimeError("crash"), KeyboardInterrupt()])
-def test_a_run_that_does_not_begin_leaves_the_old_one(error, run, corpus, monkeypatch, capsys):
+def test_failed_start_keeps_the_old_run(error, run, corpus, monkeypatch, capsys):
     before = snapshot(run.parent)
 
     def fit(*args, **kwargs):
@@ -239,7 +239,7 @@ def test_a_run_that_does_not_begin_leaves_the_old_one(error, run, corpus, monkey
         assert snapshot(run.parent) == before
 
 
-def test_a_full_disk_leaves_the_old_one(run, corpus, small_files, capsys):
+def test_full_disk_keeps_the_old_run(run, corpus, small_files, capsys):
     before = snapshot(run.parent)
     with small_files(40_000):
         assert train(corpus, run, "--overwrite") == 2
@@ -280,7 +280,7 @@ def begun(run):
 
 
 @pytest.mark.parametrize("killed", [moved_aside, half_written, not_begun, begun])
-def test_a_kill_at_any_moment_leaves_the_old_run_or_the_new(killed, run, corpus, capsys):
+def test_kill_at_any_moment_keeps_the_old_or_the_new_run(killed, run, corpus, capsys):
     before = snapshot(run.parent)
     killed(run)
     assert train(corpus, run) == 2
@@ -288,14 +288,14 @@ def test_a_kill_at_any_moment_leaves_the_old_run_or_the_new(killed, run, corpus,
     assert snapshot(run.parent) == before
 
 
-def test_folders_left_by_a_kill_are_reported(run, monkeypatch, capsys):
+def test_leftover_folders_of_a_killed_run_are_reported(run, monkeypatch, capsys):
     not_begun(run)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one cat\n")))
     assert main(["translate", "--run", str(run)]) == 2
     assert f"{run}.replaced" in capsys.readouterr().err
 
 
-def test_a_resumed_run_keeps_its_tokenizer_and_its_identity(run, corpus, monkeypatch, tmp_path):
+def test_resumed_run_keeps_its_tokenizer_and_its_identity(run, corpus, monkeypatch, tmp_path):
     def learn(*args, **kwargs):
         raise AssertionError("the tokenizer is trained again")
 
@@ -339,7 +339,7 @@ def test_verify_reports_all_problems(run, tmp_path, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_command_exports_weights_that_belong_to_the_run(run, trained, monkeypatch, capsys):
+def test_export_command_writes_the_weights_of_the_run(run, trained, monkeypatch, capsys):
     command = [sys.executable, "-m", "dtransformer.cli", "checkpoint", "export"]
     arguments = [str(run / "checkpoints"), "--out", str(run / WEIGHTS)]
     refused = subprocess.run([*command, *arguments], capture_output=True, text=True)

@@ -35,7 +35,7 @@ def interrupt_at(step):
     return on_train_batch_end
 
 
-def test_the_printed_command_resumes_the_run(interrupted, capsys):
+def test_printed_command_resumes_the_run(interrupted, capsys):
     code, errors = interrupted(5)
     assert code == 130 and errors.count("\n") == 1
     assert "the newest checkpoint has 4 steps (my run/checkpoints/step-00000004)" in errors
@@ -53,7 +53,7 @@ def test_nothing_is_resumed_before_the_first_checkpoint(interrupted):
     )
 
 
-def test_the_command_includes_the_launcher(interrupted, monkeypatch):
+def test_command_includes_the_launcher(interrupted, monkeypatch):
     monkeypatch.setenv(LAUNCHER, "dtransformer launch -np 2 -- ")
     _, errors = interrupted(3)
     assert "Resume with: dtransformer launch -np 2 -- dtransformer train --config" in errors

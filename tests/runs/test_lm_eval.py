@@ -55,7 +55,7 @@ def reference(folder):
     return scores
 
 
-def ids_of(harness, text):
+def encode(harness, text):
     return harness._tokenizer.encode([text]).to_list()[0]
 
 
@@ -68,7 +68,7 @@ def test_log_likelihood_of_continuations_matches_transformers(harness, reference
     ]
     found = harness.loglikelihood([request(*pair) for pair in pairs])
     for (context, text), (total, is_greedy) in zip(pairs, found, strict=True):
-        whole, before = ids_of(harness, context + text), ids_of(harness, context.rstrip())
+        whole, before = encode(harness, context + text), encode(harness, context.rstrip())
         if not context:  # This tokenizer adds no special tokens.
             whole, before = [1, *whole], [1]
         ids = np.array(whole[-(MOST + 1) :])
@@ -80,7 +80,7 @@ def test_rolling_log_likelihood_uses_windows(harness, reference):
     texts = ["one and two and three and four and five and six and seven?" * 2, "one"]
     found = harness.loglikelihood_rolling([request(text) for text in texts])
     for text, total in zip(texts, found, strict=True):
-        ids, expected = ids_of(harness, text), 0.0
+        ids, expected = encode(harness, text), 0.0
         whole = np.array([1, *ids])
         # Each token depends on the previous tokens of its window.
         for end in range(1, len(ids) + 1):
@@ -88,7 +88,7 @@ def test_rolling_log_likelihood_uses_windows(harness, reference):
             first = max(0, last - MOST)
             expected += reference(whole[first : end + 1], 1)[0]
         assert total == pytest.approx(expected, rel=1e-5)
-    assert len(ids_of(harness, texts[0])) > 2 * MOST
+    assert len(encode(harness, texts[0])) > 2 * MOST
 
 
 def test_generate_until_stops_at_the_given_texts(harness):
@@ -107,9 +107,9 @@ def test_long_contexts_are_truncated_from_the_left(harness):
     network.build()
     learned = type(harness)(network, harness._tokenizer, 2, MOST)
     context, options = "zero and one " * 6 + "and four?", {"max_gen_toks": 4}
-    last = ids_of(harness, context)[4 - MOST :]
+    last = encode(harness, context)[4 - MOST :]
     end = harness._tokenizer.decode_all(last)
-    assert len(ids_of(harness, context)) > MOST and ids_of(harness, end) == last
+    assert len(encode(harness, context)) > MOST and encode(harness, end) == last
     (text,) = learned.generate_until([request(context, options)])
     assert [text] == learned.generate_until([request(end, options)])
 

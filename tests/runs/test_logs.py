@@ -51,7 +51,7 @@ def test_log_services_receive_metrics_and_options(services, tmp_path):
     assert ("start_run", (None,)) in calls
 
 
-def test_a_resumed_run_continues_the_mlflow_run(services, tmp_path):
+def test_resumed_run_continues_the_mlflow_run(services, tmp_path):
     config = load_config(None, ["task=chat", "logs.mlflow=ours"])
     log_callbacks(config, tmp_path / "run", "again", resumes=True)
     started = {"run_name": "run", "tags": {"run_key": "again"}}

@@ -78,7 +78,7 @@ def alone(task, text):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_last_line_is_a_command_that_takes_the_run(name, trained, capsys):
+def test_last_line_is_a_command_for_the_run(name, trained, capsys):
     command = COMMANDS[name].format(f"runs/{name}")
     printed = trained(name, capsys).splitlines()
     assert f"Next:       dtransformer {command}" in printed
@@ -101,7 +101,7 @@ def test_probabilities_of_a_text_do_not_depend_on_other_texts(trained, monkeypat
     assert lines[0] == f"{json.loads(line)['label']}\t{json.loads(line)['probability']:.4f}"
 
 
-def test_numbers_of_pairs_of_texts(trained, place, monkeypatch, capsys):
+def test_regression_predictions_of_text_pairs_match_evaluation(trained, place, monkeypatch, capsys):
     """The predictions match `evaluate`. Records have a second text and token types."""
     trained("regression", capsys)
     command = ["predict", "--run", "runs/regression", "--data", "numbers.jsonl"]
@@ -114,7 +114,7 @@ def test_numbers_of_pairs_of_texts(trained, place, monkeypatch, capsys):
     assert code == 0 and len(lines) == 24
 
 
-def test_words_have_their_places_in_the_text(trained, monkeypatch, capsys):
+def test_words_have_character_offsets_labels_and_probabilities(trained, monkeypatch, capsys):
     trained("token_classification", capsys)
     command = ["predict", "--run", "runs/token_classification"]
     texts = ["  Ann (Lee)  saw U.S. cities.", "", "Ann\tLee"]
@@ -226,7 +226,7 @@ def test_rewards_of_answers_texts_and_pairs(trained, place, monkeypatch, capsys)
     assert code == 0 and len(lines) == 2
 
 
-def test_an_exported_folder_predicts_as_its_run(place, monkeypatch, capsys):
+def test_exported_folder_predicts_as_its_run(place, monkeypatch, capsys):
     path = write_config("token_classification", place)
     command = ["train", "--config", str(path), "--run", "runs/labels"]
     settings = ["training.max_steps=2", "export.folder=models/labels"]
@@ -249,7 +249,7 @@ def test_an_exported_folder_predicts_as_its_run(place, monkeypatch, capsys):
     assert "dtransformer predict" in capsys.readouterr().err
 
 
-def test_an_exported_classifier_keeps_its_labels(place, capsys):
+def test_exported_classifier_keeps_its_labels(place, capsys):
     """Also if it was trained from scratch, with a head of no published family."""
     path = write_config("classification", place)
     command = ["train", "--config", str(path), "--run", "runs/bert"]
@@ -322,7 +322,7 @@ def test_text_option_reads_lines_in_braces(trained, monkeypatch, capsys):
         ("regression", "labels from 1.4 to 1.7, 1.546 on average"),
     ],
 )
-def test_a_dry_run_counts_labels(name, expected, place, capsys):
+def test_dry_run_counts_labels(name, expected, place, capsys):
     path = write_config(name, place)
     assert main(["train", "--config", str(path), "--dry-run"]) == 0
     assert expected in capsys.readouterr().out

@@ -82,7 +82,7 @@ def test_retrieval_matches_sorted_similarities(seed):
     assert 0 < found["recall@1"] < found["recall@10"]
 
 
-def test_equal_vectors_find_nothing():
+def test_recall_of_collapsed_vectors_is_0():
     """A collapsed network has no recall, although no text is nearer than the right one."""
     found = retrieval(np.ones((20, 4)), np.ones((20, 4)), np.arange(20))
     assert found == {"recall@1": 0, "recall@5": 0, "recall@10": 0, "mrr": pytest.approx(1 / 20)}

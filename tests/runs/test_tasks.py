@@ -56,7 +56,7 @@ def chatted(place):
     return train("chat", place, "--set", "training.epochs=3")
 
 
-def test_a_gpt_from_text_is_exported(place, capsys):
+def test_gpt_from_text_is_exported(place, capsys):
     settings = ["evaluation.samples=[one]", "evaluation.max_new_tokens=2"]
     train("gpt", place, "--set", *settings, "export.saved_model=models/served")
     tokens = tf.constant(np.arange(3, 35)[None], "int32")
@@ -73,7 +73,7 @@ def test_a_gpt_from_text_is_exported(place, capsys):
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
 
 
-def test_a_chat_learns_answers_and_saves_only_adapters(place, chatted, capsys):
+def test_chat_learns_answers_and_saves_only_adapters(place, chatted, capsys):
     assert chatted[-1] < chatted[0]
     names = {path.name for path in (place / "runs" / "chat").iterdir()}
     assert "adapters" in names and "model.weights.h5" not in names
@@ -82,7 +82,7 @@ def test_a_chat_learns_answers_and_saves_only_adapters(place, chatted, capsys):
     assert found["loss"] == pytest.approx(min(chatted), rel=1e-5)
 
 
-def test_a_chat_in_the_terminal(place, chatted):
+def test_chat_in_the_terminal(place, chatted):
     options = {"model": "runs/chat", "adapters": None, "system": None, "temperature": 0.0}
     arguments, out = argparse.Namespace(**options, max_new_tokens=3), io.StringIO()
     chat(arguments, ["one and two?", "", "/reset", "one and two?", "/quit", "lost"], out)
@@ -90,7 +90,7 @@ def test_a_chat_in_the_terminal(place, chatted):
     assert "/reset" in first and answers[0] == answers[1] and answers[2:] == [""]
 
 
-def test_adapters_are_merged_or_exported_alone(place, chatted):
+def test_adapters_are_merged_or_exported_separately(place, chatted):
     for merge in ("true", "false"):
         settings = [f"export.folder=models/chat-{merge}", f"export.merge_adapters={merge}"]
         path = write_config("chat", place)
@@ -113,7 +113,7 @@ def test_packed_and_padded_rows_have_one_loss(place, chatted, capsys):
 
 
 @pytest.mark.parametrize("stop", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 8))])
-def test_a_stopped_chat_resumes_bit_for_bit(place, chatted, stop):
+def test_stopped_chat_resumes_bit_for_bit(place, chatted, stop):
     path, run = write_config("chat", place), f"runs/stopped-{stop}"
     command = ["train", "--config", str(path), "--run", run]
     settings = ["training.epochs=3", "training.schedule=constant"]
@@ -126,7 +126,7 @@ def test_a_stopped_chat_resumes_bit_for_bit(place, chatted, stop):
         np.testing.assert_array_equal(own, expected)
 
 
-def test_a_preference_begins_as_its_reference(place, chatted, capsys):
+def test_preference_model_starts_equal_to_the_reference(place, chatted, capsys):
     settings = ["training.epochs=2", "export.folder=models/preferred"]
     losses = train("preference", place, "--set", *settings)
     assert from_pretrained("models/preferred").num_parameters() > 0
@@ -149,7 +149,7 @@ def test_a_preference_begins_as_its_reference(place, chatted, capsys):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_task_trains_and_evaluates(name, place, capsys):
+def test_remaining_tasks_train_and_evaluate(name, place, capsys):
     losses = train(name, place)
     assert np.isfinite(losses).all() and losses[-1] <= losses[0]
     assert main(["evaluate", "--run", f"runs/{name}", "--json"]) == 0
@@ -163,7 +163,7 @@ def test_every_other_task_trains_and_evaluates(name, place, capsys):
     assert expected.get(name, "loss") in found
 
 
-def test_an_exported_classifier_can_be_trained_further(place, capsys):
+def test_exported_classifier_can_be_trained_further(place, capsys):
     train("token_classification", place, "--overwrite", "--set", "export.folder=models/labels")
     config = json.loads((place / "models/labels/config.json").read_text())
     assert config["architectures"] == ["LlamaForTokenClassification"]
@@ -180,7 +180,7 @@ def test_an_exported_classifier_can_be_trained_further(place, capsys):
     assert "problem_type is multi_label" in capsys.readouterr().err
 
 
-def test_a_dry_run_marks_learned_text_and_writes_nothing(place, capsys):
+def test_dry_run_marks_learned_text_and_writes_nothing(place, capsys):
     path = write_config("chat", place)
     before = sorted(place.rglob("*"))
     assert main(["train", "--config", str(path), "--dry-run"]) == 0

@@ -136,7 +136,7 @@ def test_rejects_training_options_for_a_given_tokenizer():
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("targets", ["*_kernel", "*(key|gate)_kernel", "*kernel"])
-def test_a_preview_counts_the_adapters_that_patterns_match(targets):
+def test_preview_counts_the_adapters_that_patterns_match(targets):
     from dtransformer.models import CausalLM, add_lora
     from tests.runs.small_records import LLAMA
 

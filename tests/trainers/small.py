@@ -1,4 +1,4 @@
-"""Small networks, their trainers and data: for translation, and of plain Keras layers."""
+"""Small networks with their trainers and data, for translation and of plain Keras layers."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ PAD, START, END = 0, 2, 3
 
 
 class Record(keras.callbacks.Callback):
-    """Keeps the logs of every step, and the weights after it."""
+    """Records the logs of every step and the weights after it."""
 
     def on_train_begin(self, logs=None):
         self.logs, self.weights = [], []
@@ -27,7 +27,7 @@ class Record(keras.callbacks.Callback):
 
 
 def sentences(num_rows=12, seed=0):
-    """Sentences of different lengths: inputs and labels."""
+    """Return inputs and labels of sentences with different lengths."""
     rng = np.random.default_rng(seed)
     source = rng.integers(4, VOCAB, (num_rows, 6), "int32")
     labels = rng.integers(4, VOCAB, (num_rows, 5), "int32")
@@ -42,8 +42,8 @@ def sentences(num_rows=12, seed=0):
 
 def batches(inputs, labels):
     for start in range(0, len(labels), BATCH):
-        part = slice(start, start + BATCH)
-        yield {name: ids[part] for name, ids in inputs.items()}, labels[part]
+        rows = slice(start, start + BATCH)
+        yield {name: ids[rows] for name, ids in inputs.items()}, labels[rows]
 
 
 def dataset():
@@ -65,7 +65,7 @@ def translation_trainer(optimizer=None, network=None, **compile_options):
     return trainer
 
 
-def weights_of(network):
+def get_weights_by_path(network):
     return {variable.path: variable.numpy() for variable in network.variables}
 
 

@@ -1,4 +1,4 @@
-"""Promise: a trainer's numbers are those of steps by hand, however the data comes."""
+"""A trainer matches training steps written with NumPy and plain TensorFlow, for all kinds of data."""
 
 import keras
 import numpy as np
@@ -16,26 +16,26 @@ from tests.trainers.small import (
     Record,
     batches,
     dataset,
+    get_weights_by_path,
     sentences,
     small_model,
     translation_trainer,
-    weights_of,
 )
 
 
 def sums_by_hand(logits, labels, weights=None):
-    """Σ loss, Σ right and the number of tokens that count, by NumPy in float64."""
+    """Return the sums of losses, of correct tokens and of weights, by NumPy in float64."""
     logits = np.asarray(logits, "float64")
     log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    own = np.take_along_axis(log_p, labels[..., None], -1)[..., 0]
-    losses = -(1 - SMOOTHING) * own - SMOOTHING * log_p.mean(-1)
+    label_log_p = np.take_along_axis(log_p, labels[..., None], -1)[..., 0]
+    losses = -(1 - SMOOTHING) * label_log_p - SMOOTHING * log_p.mean(-1)
     weights = (labels != PAD) * (1.0 if weights is None else weights)
-    right = log_p.argmax(-1) == labels
-    return (losses * weights).sum(), (right * weights).sum(), weights.sum()
+    correct = log_p.argmax(-1) == labels
+    return (losses * weights).sum(), (correct * weights).sum(), weights.sum()
 
 
 def train_by_hand(network, inputs, labels, epochs):
-    """Plain steps of gradient descent; a dict of what the trainer should log."""
+    """Train by plain gradient descent. Return a dict of the expected logs."""
     logs = {"step_loss": [], "gradient_norm": [], "loss": [], "accuracy": []}
     variables = network.trainable_variables
     for _ in range(epochs):
@@ -43,9 +43,9 @@ def train_by_hand(network, inputs, labels, epochs):
         for x, y in batches(inputs, labels):
             with tf.GradientTape() as tape:
                 log_p = tf.nn.log_softmax(network(x))
-                wanted = (1 - SMOOTHING) * tf.one_hot(y, VOCAB) + SMOOTHING / VOCAB
+                targets = (1 - SMOOTHING) * tf.one_hot(y, VOCAB) + SMOOTHING / VOCAB
                 mask = tf.cast(y != PAD, "float32")
-                loss = -tf.reduce_sum(log_p * wanted * mask[..., None]) / tf.reduce_sum(mask)
+                loss = -tf.reduce_sum(log_p * targets * mask[..., None]) / tf.reduce_sum(mask)
             sums = sums_by_hand(network(x), y)
             totals += sums
             logs["step_loss"].append(sums[0] / sums[2])
@@ -61,16 +61,16 @@ def train_by_hand(network, inputs, labels, epochs):
 
 
 @pytest.fixture(scope="module")
-def by_hand():
-    """What two epochs over the sentences come to: the network, and the logs."""
+def reference():
+    """Return the network and the logs after two epochs of plain gradient descent."""
     network = small_model()
     network.build()
     return network, train_by_hand(network, *sentences(), epochs=2)
 
 
 @pytest.fixture(scope="module")
-def run():
-    """The same with the trainer: the trainer, the steps' record, the history."""
+def trained():
+    """Return a trainer after the same two epochs, the record of its steps and its history."""
     trainer, record = translation_trainer(), Record()
     inputs, labels = sentences()
     history = trainer.fit(
@@ -87,61 +87,69 @@ def run():
 
 
 class TestByHand:
-    def test_every_step(self, by_hand, run):
-        _, expected = by_hand
-        _, record, _ = run
+    def test_every_step_matches_numpy(self, reference, trained):
+        _, expected = reference
+        _, record, _ = trained
         for name in ("step_loss", "gradient_norm"):
             np.testing.assert_allclose(record[name], expected[name], TRAINING, err_msg=name)
 
-    def test_an_epoch_is_the_mean_over_its_tokens(self, by_hand, run):
-        _, expected = by_hand
-        _, record, history = run
+    def test_epoch_logs_are_means_over_tokens(self, reference, trained):
+        _, expected = reference
+        _, record, history = trained
         for name in ("loss", "accuracy"):
             np.testing.assert_allclose(history[name], expected[name], TRAINING, err_msg=name)
-            # During an epoch the mean so far, as Keras shows it.
+            # During an epoch, the logs have the mean so far, as in Keras.
             assert record[name][2] == pytest.approx(history[name][0])
         assert record["loss"][0] == pytest.approx(record["step_loss"][0])
 
-    def test_the_weights(self, by_hand, run):
-        network, _ = by_hand
-        trainer, _, _ = run
-        assert_all_close(weights_of(trainer.network), weights_of(network), TRAINING)
+    def test_weights_match_plain_gradient_descent(self, reference, trained):
+        network, _ = reference
+        trainer, _, _ = trained
+        assert_all_close(
+            get_weights_by_path(trainer.network), get_weights_by_path(network), TRAINING
+        )
 
-    def test_evaluate_and_predict(self, by_hand, run):
-        network, _ = by_hand
-        trainer, _, history = run
+    def test_evaluate_and_predict_match_numpy(self, reference, trained):
+        network, _ = reference
+        trainer, _, history = trained
         inputs, labels = sentences(seed=1)
         logits = network(inputs).numpy()
-        loss, right, count = sums_by_hand(logits, labels)
-        found = trainer.evaluate(inputs, labels, batch_size=5, verbose=0, return_dict=True)
-        assert found == pytest.approx({"loss": loss / count, "accuracy": right / count}, TRAINING)
-        assert history["val_loss"][-1] == pytest.approx(found["loss"], TRAINING)
-        assert history["val_accuracy"][-1] == pytest.approx(found["accuracy"])
+        loss, correct, count = sums_by_hand(logits, labels)
+        actual = trainer.evaluate(inputs, labels, batch_size=5, verbose=0, return_dict=True)
+        assert actual == pytest.approx(
+            {"loss": loss / count, "accuracy": correct / count}, TRAINING
+        )
+        assert history["val_loss"][-1] == pytest.approx(actual["loss"], TRAINING)
+        assert history["val_accuracy"][-1] == pytest.approx(actual["accuracy"])
         predicted = trainer.predict(inputs, batch_size=5, verbose=0)
         assert_all_close({"logits": predicted}, {"logits": logits}, TRAINING)
 
-    def test_sample_weights_weigh_tokens(self, by_hand, run):
-        network, _ = by_hand
+    def test_sample_weights_per_token(self, reference, trained):
+        network, _ = reference
         inputs, labels = sentences(seed=1)
         weights = np.linspace(0.0, 2.0, labels.size).reshape(labels.shape).astype("float32")
-        loss, right, count = sums_by_hand(network(inputs), labels, weights)
+        loss, correct, count = sums_by_hand(network(inputs), labels, weights)
         data = tf.data.Dataset.from_tensor_slices((inputs, labels, weights)).batch(BATCH)
-        found = run[0].evaluate(data, verbose=0, return_dict=True)
-        assert found == pytest.approx({"loss": loss / count, "accuracy": right / count}, TRAINING)
+        actual = trained[0].evaluate(data, verbose=0, return_dict=True)
+        assert actual == pytest.approx(
+            {"loss": loss / count, "accuracy": correct / count}, TRAINING
+        )
 
-    def test_sample_weights_weigh_sentences(self, by_hand, run):
-        """As Keras has them: one for each row."""
-        network, _ = by_hand
+    def test_sample_weights_per_row(self, reference, trained):
+        """Keras' sample weights have one value per row."""
+        network, _ = reference
         inputs, labels = sentences(seed=1)
         weights = np.linspace(0.0, 2.0, len(labels)).astype("float32")
-        loss, right, count = sums_by_hand(network(inputs), labels, weights[:, None])
+        loss, correct, count = sums_by_hand(network(inputs), labels, weights[:, None])
         options = {"sample_weight": weights, "batch_size": BATCH, "verbose": 0}
-        trainer = translation_trainer(network=run[0].network)
-        found = trainer.evaluate(inputs, labels, return_dict=True, **options)
-        assert found == pytest.approx({"loss": loss / count, "accuracy": right / count}, TRAINING)
+        trainer = translation_trainer(network=trained[0].network)
+        actual = trainer.evaluate(inputs, labels, return_dict=True, **options)
+        assert actual == pytest.approx(
+            {"loss": loss / count, "accuracy": correct / count}, TRAINING
+        )
 
-    def test_what_is_logged(self, run):
-        trainer, record, history = run
+    def test_logged_names_and_values(self, trained):
+        trainer, record, history = trained
         step = {"loss", "accuracy", "step_loss", "gradient_norm", "learning_rate"}
         step |= {"tokens_per_second"}
         assert all(step <= set(logs) for logs in record.logs)
@@ -149,7 +157,7 @@ class TestByHand:
             "gflops_per_second",
             "share_of_peak",
             "input_wait",
-        }  # not known before the second step
+        }  # Unknown before the second step.
         assert set(record.logs[-1]) == step | speed
         assert set(history) == step | speed | {"val_loss", "val_accuracy"}
         assert record["learning_rate"] == pytest.approx([RATE] * 6)
@@ -158,24 +166,24 @@ class TestByHand:
         assert all(0 < logs["input_wait"] < 1 for logs in record.logs[1:])
         assert int(trainer.optimizer.iterations) == 6
 
-    def test_a_saved_file_holds_the_network(self, run, tmp_path):
-        trainer, _, _ = run
+    def test_saved_weights_restore_the_network(self, trained, tmp_path):
+        trainer, _, _ = trained
         inputs, labels = sentences(seed=1)
         expected = trainer.evaluate(inputs, labels, verbose=0, return_dict=True)
         path = str(tmp_path / "model.weights.h5")
         trainer.save_weights(path)
         dtransformer.set_seed(1)
-        other = translation_trainer()  # not built yet
-        other.load_weights(path)
-        assert other.evaluate(inputs, labels, verbose=0, return_dict=True) == expected
+        new_trainer = translation_trainer()  # Not built yet.
+        new_trainer.load_weights(path)
+        assert new_trainer.evaluate(inputs, labels, verbose=0, return_dict=True) == expected
         network = small_model()
         network.build()
         network.load_weights(path)
-        for name, value in weights_of(trainer.network).items():
-            np.testing.assert_array_equal(weights_of(network)[name], value, name)
+        for name, value in get_weights_by_path(trainer.network).items():
+            np.testing.assert_array_equal(get_weights_by_path(network)[name], value, name)
 
-    def test_summary_tells_what_a_rank_holds(self, run):
-        trainer, _, _ = run
+    def test_summary_shows_the_parameters_of_each_device(self, trained):
+        trainer, _, _ = trained
         lines = []
         trainer.summary(print_fn=lambda line, **_: lines.append(line))
         text = "\n".join(lines)
@@ -185,7 +193,7 @@ class TestByHand:
 
 
 class Batches:
-    """Data that shares and shuffles by itself, as `TranslationBatches` does."""
+    """Data that shuffles its rows, as `TranslationBatches` does."""
 
     def __init__(self):
         self.epochs = []
@@ -197,8 +205,8 @@ class Batches:
         return dataset()
 
 
-class TestTheSameInOtherWays:
-    """However the data comes and the step is run, losses and weights are the same."""
+class TestEquivalentRuns:
+    """Kinds of data and of execution do not change losses and weights."""
 
     @pytest.mark.parametrize(
         "data, options",
@@ -210,26 +218,28 @@ class TestTheSameInOtherWays:
         ],
         ids=["tf.data", "steps_per_execution", "jit_compile", "run_eagerly"],
     )
-    def test_fit(self, by_hand, data, options):
-        network, expected = by_hand
-        # The limit is beyond every norm: it changes nothing.
+    def test_fit(self, reference, data, options):
+        network, expected = reference
+        # No gradient reaches this norm, so nothing is clipped.
         optimizer = keras.optimizers.SGD(RATE, global_clipnorm=100.0)
         trainer, record, data = translation_trainer(optimizer, **options), Record(), data()
         history = trainer.fit(data, epochs=2, verbose=0, callbacks=[record]).history
         for name in ("loss", "accuracy"):
             np.testing.assert_allclose(history[name], expected[name], TRAINING, err_msg=name)
-        every = options.get("steps_per_execution", 1)
+        interval = options.get("steps_per_execution", 1)
         for name in ("step_loss", "gradient_norm"):
-            steps = expected[name][every - 1 :: every]
+            steps = expected[name][interval - 1 :: interval]
             np.testing.assert_allclose(record[name], steps, TRAINING, err_msg=name)
-        assert_all_close(weights_of(trainer.network), weights_of(network), TRAINING)
+        assert_all_close(
+            get_weights_by_path(trainer.network), get_weights_by_path(network), TRAINING
+        )
         if isinstance(data, Batches):
             assert data.epochs == [0, 1]
 
     @pytest.mark.parametrize("policy", TRAINING_16_BIT)
-    def test_mixed_precision(self, by_hand, policy):
-        _, expected = by_hand
-        # The scale grows after every second step, and norms must not show it.
+    def test_mixed_precision(self, reference, policy):
+        _, expected = reference
+        # The scale grows after every second step. Logged norms must not depend on it.
         optimizer = keras.optimizers.SGD(RATE)
         if policy == "mixed_float16":
             optimizer = keras.optimizers.LossScaleOptimizer(

@@ -1,4 +1,4 @@
-"""Callbacks: what they print, write and log, seen from a real `fit`."""
+"""Callbacks print, write and log the right values during `fit`."""
 
 import json
 import math
@@ -31,8 +31,8 @@ def model():
 
 
 @pytest.fixture
-def another_rank(monkeypatch):
-    """`is_chief` answers what it answers on every rank but the first."""
+def other_rank(monkeypatch):
+    """Let `is_chief` return `False`, as on all ranks except the first."""
     monkeypatch.setattr(job, "is_chief", lambda: False)
 
 
@@ -43,19 +43,19 @@ def fit(model, *callbacks, epochs=1, **options):
 
 
 def read(path):
-    def refuse(constant):
+    def reject(constant):
         raise ValueError(f"{constant} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [json.loads(line, parse_constant=reject) for line in path.read_text().splitlines()]
 
 
 class TestLossMonitor:
-    def test_prints_the_samples_lines(self, model, capsys):
+    def test_prints_every_nth_step(self, model, capsys):
         fit(model, LossMonitor(every=4), epochs=2)
         lines = capsys.readouterr().out.splitlines()
         pattern = r"epoch: (\d+) step: (\d+), loss is \d+\.\d{4}"
-        found = [re.fullmatch(pattern, line).groups() for line in lines]
-        assert found == [("1", "4"), ("2", "2"), ("2", "6")]
+        printed = [re.fullmatch(pattern, line).groups() for line in lines]
+        assert printed == [("1", "4"), ("2", "2"), ("2", "6")]
 
     def test_prints_the_loss_of_the_logs(self, model, capsys):
         monitor = LossMonitor()
@@ -70,7 +70,7 @@ class TestLossMonitor:
             "epoch: 1 step: 2, loss is nan",
         ]
 
-    def test_several_steps_a_call(self, model, capsys):
+    def test_steps_per_execution_prints_the_last_step_of_a_call(self, model, capsys):
         model.compile("sgd", "mse", steps_per_execution=3)
         fit(model, LossMonitor(every=2))
         lines = capsys.readouterr().out.splitlines()
@@ -89,59 +89,59 @@ class TestTimeMonitor:
             epoch, step = map(float, re.fullmatch(self.PATTERN, line).groups())
             assert 0 < step == pytest.approx(epoch / num_steps, abs=0.001)
 
-    def test_other_ranks_print_nothing(self, model, another_rank, capsys):
+    def test_other_ranks_print_nothing(self, model, other_rank, capsys):
         fit(model, TimeMonitor())
         assert capsys.readouterr().out == ""
 
 
 class TestMetricsFile:
-    def test_a_line_for_every_nth_step_and_every_epoch(self, model, tmp_path):
+    def test_writes_every_nth_step_and_every_epoch(self, model, tmp_path):
         path = tmp_path / "new" / "metrics.jsonl"
         x = np.ones((2, 2), np.float32)
         data = (x, x[:, :1])
         history = fit(model, MetricsFile(path, every=4), epochs=2, validation_data=data).history
         records = read(path)
-        found = [(r["kind"], r["epoch"], r["step"]) for r in records]
-        assert found == [
+        printed = [(record["kind"], record["epoch"], record["step"]) for record in records]
+        assert printed == [
             ("step", 1, 4),
             ("epoch", 1, STEPS),
             ("step", 2, 8),
             ("step", 2, 12),
             ("epoch", 2, 2 * STEPS),
         ]
-        times = [r["time"] for r in records]
+        times = [record["time"] for record in records]
         assert times == sorted(times) and times[0] > 1.7e9
-        epochs = [r for r in records if r["kind"] == "epoch"]
+        epochs = [record for record in records if record["kind"] == "epoch"]
         for name in ("loss", "val_loss"):
-            assert [r[name] for r in epochs] == history[name]
+            assert [record[name] for record in epochs] == history[name]
 
-    def test_every_line_is_there_at_once(self, model, tmp_path):
-        path, seen = tmp_path / "metrics.jsonl", []
-        count = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: seen.append(len(read(path)))
+    def test_lines_are_written_immediately(self, model, tmp_path):
+        path, line_counts = tmp_path / "metrics.jsonl", []
+        count_lines = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: line_counts.append(len(read(path)))
         )
-        fit(model, MetricsFile(path), count)
-        assert seen == list(range(1, STEPS + 1))
+        fit(model, MetricsFile(path), count_lines)
+        assert line_counts == list(range(1, STEPS + 1))
 
-    def test_a_resumed_run_appends_and_goes_on_counting(self, model, tmp_path):
+    def test_resumed_run_appends_and_continues_the_step_count(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         fit(model, MetricsFile(path))
         fit(model, MetricsFile(path), epochs=2, initial_epoch=1)
-        steps = [r for r in read(path) if r["kind"] == "step"]
-        assert [r["step"] for r in steps] == list(range(1, 2 * STEPS + 1))
-        assert [r["epoch"] for r in steps] == [1] * STEPS + [2] * STEPS
+        steps = [record for record in read(path) if record["kind"] == "step"]
+        assert [record["step"] for record in steps] == list(range(1, 2 * STEPS + 1))
+        assert [record["epoch"] for record in steps] == [1] * STEPS + [2] * STEPS
 
-    def test_a_line_cut_by_a_kill_is_removed(self, model, tmp_path):
+    def test_incomplete_last_line_is_removed(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         path.write_text('{"kind": "step", "step": 1}\n{"kind": "st')
         fit(model, MetricsFile(path, every=STEPS))
-        assert [(r["kind"], r["step"]) for r in read(path)] == [
+        assert [(record["kind"], record["step"]) for record in read(path)] == [
             ("step", 1),
             ("step", STEPS),
             ("epoch", STEPS),
         ]
 
-    def test_values_that_json_lacks(self, model, tmp_path):
+    def test_nonfinite_values_are_written_as_strings(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         metrics = MetricsFile(path)
         metrics.set_model(model)
@@ -162,7 +162,7 @@ class TestMetricsFile:
         assert [record[name] for name in "abcde"] == ["NaN", "Infinity", "-Infinity", 3.0, 0.5]
         assert math.isnan(float(record["a"])) and float(record["c"]) == -math.inf
 
-    def test_sees_what_earlier_callbacks_log(self, model, tmp_path):
+    def test_writes_the_logs_of_earlier_callbacks(self, model, tmp_path):
         path = tmp_path / "metrics.jsonl"
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
         fit(model, bleu, MetricsFile(path, every=100))
@@ -171,11 +171,11 @@ class TestMetricsFile:
 
 
 class TestSacreBleu:
-    def test_scores_and_tells_how(self, model, capsys):
-        given = []
+    def test_prints_the_score_and_the_signature(self, model, capsys):
+        received = []
 
         def translate(sentences):
-            given.append(sentences)
+            received.append(sentences)
             return ["a cat is sleeping there", "the dog eats a red apple"]
 
         bleu = SacreBleu(SOURCES, REFERENCES, translate)
@@ -184,13 +184,15 @@ class TestSacreBleu:
         assert history["val_bleu"] == pytest.approx([expected, expected])
         assert bleu.score == pytest.approx(expected)
         assert "nrefs:1" in bleu.signature and "tok:13a" in bleu.signature
-        assert given[0] == SOURCES
+        assert received[0] == SOURCES
         line = capsys.readouterr().out.splitlines()[0]
         assert line == f"epoch: 1, BLEU = {expected:.2f} ({bleu.signature})"
 
     def test_several_references(self, model):
-        others = ["one cat sleeps now here", "a dog is eating the red apple"]
-        bleu = SacreBleu(SOURCES, [REFERENCES, others], lambda sentences: others)
+        second_references = ["one cat sleeps now here", "a dog is eating the red apple"]
+        bleu = SacreBleu(
+            SOURCES, [REFERENCES, second_references], lambda sentences: second_references
+        )
         fit(model, bleu)
         assert bleu.score == pytest.approx(100.0) and "nrefs:2" in bleu.signature
 
@@ -204,18 +206,18 @@ class TestSacreBleu:
         fit(model, SacreBleu(SOURCES, REFERENCES, translate, every=2), epochs=5)
         assert scored == [2, 4]
 
-    def test_early_stopping_and_checkpoints_follow_it(self, model, tmp_path):
+    def test_early_stopping_and_checkpoints_can_monitor_bleu(self, model, tmp_path):
         outputs = iter([REFERENCES, ["", ""], ["", ""], ["", ""]])
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: next(outputs))
-        stop = keras.callbacks.EarlyStopping("val_bleu", mode="max", patience=2)
-        best = keras.callbacks.ModelCheckpoint(
+        early_stopping = keras.callbacks.EarlyStopping("val_bleu", mode="max", patience=2)
+        best_checkpoint = keras.callbacks.ModelCheckpoint(
             str(tmp_path / "{epoch}.weights.h5"),
             monitor="val_bleu",
             mode="max",
             save_best_only=True,
             save_weights_only=True,
         )
-        history = fit(model, bleu, stop, best, epochs=9)
+        history = fit(model, bleu, early_stopping, best_checkpoint, epochs=9)
         assert len(history.epoch) == 3
         assert [p.name for p in tmp_path.iterdir()] == ["1.weights.h5"]
 
@@ -228,18 +230,18 @@ class TestSacreBleu:
             ([], [], ("0", "0")),
         ],
     )
-    def test_lists_that_do_not_fit(self, sources, references, numbers):
+    def test_lists_of_different_lengths_raise_errors(self, sources, references, numbers):
         with pytest.raises(ValueError) as error:
             SacreBleu(sources, references, lambda sentences: sentences)
         assert all(number in str(error.value) for number in numbers)
 
-    def test_a_translation_too_few(self, model):
+    def test_missing_translation_raises_an_error(self, model):
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: sentences[:1])
         with pytest.raises(ValueError, match="received 2 sentences and returned 1"):
             fit(model, bleu)
 
 
-def test_other_ranks_are_silent_and_still_have_the_score(model, another_rank, tmp_path, capsys):
+def test_other_ranks_print_nothing_but_log_the_score(model, other_rank, tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
     history = fit(model, LossMonitor(), bleu, MetricsFile(path)).history
@@ -249,11 +251,11 @@ def test_other_ranks_are_silent_and_still_have_the_score(model, another_rank, tm
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
-def test_every_is_a_positive_integer(every, tmp_path):
-    for make in (
+def test_every_must_be_a_positive_integer(every, tmp_path):
+    for make_callback in (
         lambda: LossMonitor(every=every),
         lambda: MetricsFile(tmp_path / "metrics.jsonl", every=every),
         lambda: SacreBleu(SOURCES, REFERENCES, len, every=every),
     ):
         with pytest.raises(ValueError, match=f"every.*{every!r}"):
-            make()
+            make_callback()

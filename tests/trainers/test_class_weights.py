@@ -1,4 +1,4 @@
-"""Promise: class weights are Keras', and never weight the rows of token labels."""
+"""Class weights match Keras. Token labels raise an error, because Keras would weight rows."""
 
 import keras
 import numpy as np
@@ -43,8 +43,8 @@ def network(by_token):
     return keras.Model(inputs, keras.layers.Dense(3, "softmax")(x))
 
 
-def compiled(loss, by_token, make=Trainer):
-    model = make(network(by_token))
+def compiled_model(loss, by_token, wrap=Trainer):
+    model = wrap(network(by_token))
     is_factory = callable(loss) and getattr(loss, "__name__", "") in (
         "<lambda>",
         "CrossEntropyLoss",
@@ -54,7 +54,7 @@ def compiled(loss, by_token, make=Trainer):
 
 
 def fit(model, x, y, kind):
-    """Train an epoch with class weights; return its loss."""
+    """Train for one epoch with class weights and return the loss."""
     options = {"class_weight": WEIGHTS, "verbose": 0, "shuffle": False}
     if kind == "arrays":
         return model.fit(x, y, batch_size=6, **options).history["loss"]
@@ -72,43 +72,44 @@ KINDS = ["arrays", "dataset", "PyDataset", "batch"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", SPARSE)
-def test_token_labels_are_refused(loss, kind):
+def test_class_weights_for_token_labels_raise_an_error(loss, kind):
     with pytest.raises(ValueError, match=r"`class_weight` weights rows, .* of shape \(\w+, 4\)"):
-        fit(compiled(loss, True), X, TOKEN_LABELS, kind)
+        fit(compiled_model(loss, True), X, TOKEN_LABELS, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["rows", "rows of one", "one-hot"])
-def test_labels_of_rows_have_the_weights_of_keras(shape, kind):
+def test_class_weights_for_row_labels_match_keras(shape, kind):
     y = {
         "rows": ROW_LABELS,
         "rows of one": ROW_LABELS[:, None],
         "one-hot": np.eye(3, dtype="float32")[ROW_LABELS],
     }[shape]
     loss = "categorical_crossentropy" if shape == "one-hot" else SPARSE[0]
-    found, expected = (
-        fit(compiled(loss, False, make), X, y, kind) for make in (Trainer, lambda model: model)
+    actual, expected = (
+        fit(compiled_model(loss, False, wrap), X, y, kind)
+        for wrap in (Trainer, lambda model: model)
     )
-    np.testing.assert_allclose(found, expected, rtol=TRAINING)
+    np.testing.assert_allclose(actual, expected, rtol=TRAINING)
     probabilities = network(False).predict(X, verbose=0)[np.arange(6), ROW_LABELS]
     weights = np.array([WEIGHTS[i] for i in ROW_LABELS])
-    np.testing.assert_allclose(found, np.mean(-weights * np.log(probabilities)), rtol=TRAINING)
+    np.testing.assert_allclose(actual, np.mean(-weights * np.log(probabilities)), rtol=TRAINING)
 
 
-def test_one_hot_token_labels_are_weighted_or_refused_as_by_keras():
-    """Keras weights each token of a dataset; of arrays it raises an error."""
+def test_class_weights_for_one_hot_token_labels_match_keras():
+    """Keras weights each token of a dataset, and raises an error for arrays."""
     y = np.eye(3, dtype="float32")[TOKEN_LABELS]
     losses = []
-    for make in (Trainer, lambda model: model):
-        losses.append(fit(compiled("categorical_crossentropy", True, make), X, y, "dataset"))
+    for wrap in (Trainer, lambda model: model):
+        losses.append(fit(compiled_model("categorical_crossentropy", True, wrap), X, y, "dataset"))
         with pytest.raises(TypeError):
-            fit(compiled("categorical_crossentropy", True, make), X, y, "arrays")
+            fit(compiled_model("categorical_crossentropy", True, wrap), X, y, "arrays")
     np.testing.assert_allclose(*losses, rtol=TRAINING)
 
 
-def test_the_hint_of_the_error_weights_each_token():
+def test_suggested_sample_weights_apply_to_each_token():
     weights = np.array([WEIGHTS[i] for i in range(3)], "float32")[TOKEN_LABELS]
-    model = compiled(CrossEntropyLoss, True)
+    model = compiled_model(CrossEntropyLoss, True)
     logs = model.train_on_batch(X, TOKEN_LABELS, sample_weight=weights, return_dict=True)
     logits = np.float64(network(True).predict(X, verbose=0))
     shifted = np.take_along_axis(logits, TOKEN_LABELS[..., None], -1)[..., 0]

@@ -1,4 +1,4 @@
-"""Promise: a network that was compiled before, as a KerasHub task, keeps its loss and metrics."""
+"""A compiled network, such as a KerasHub task, keeps its loss and metrics in a trainer."""
 
 import warnings
 
@@ -71,26 +71,26 @@ def check_history(**options):
     return [str(warning.message) for warning in caught]
 
 
-def test_loss_and_accuracy_are_those_of_the_networks_own_fit():
+def test_compiled_loss_and_accuracy_match_keras_fit():
     check_history()
 
 
-def test_accuracy_is_kept_if_the_trainer_is_given_a_loss():
+def test_compiled_accuracy_is_kept_if_the_trainer_has_a_loss():
     check_history(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
 
-def test_one_warning_names_all_loops_that_the_trainer_does_not_call():
+def test_one_warning_names_all_overridden_loops():
     (text,) = check_history()
     assert text.startswith("TaskModel overrides fit, evaluate, predict, which the trainer does not")
 
 
 @on_ranks("dp2@2x1")
-def test_two_ranks_keep_the_accuracy_and_rank_0_alone_warns():
+def test_two_ranks_keep_the_accuracy_and_only_rank_0_warns():
     assert len(check_history()) == (1 if job.is_chief() else 0)
 
 
 @pytest.mark.parametrize("metrics", [[], ["accuracy"]])
-def test_metrics_of_the_trainer_replace_those_of_the_network(metrics):
+def test_trainer_metrics_replace_compiled_metrics(metrics):
     trainer = Trainer(task())
     trainer.compile("sgd", metrics=metrics)
     history = fit(trainer, X)

@@ -1,4 +1,4 @@
-"""Promise: Keras' callbacks and ours work in a trainer's `fit`."""
+"""Callbacks of Keras and of this library work in a trainer's `fit`."""
 
 import re
 
@@ -18,7 +18,7 @@ from tests.trainers.small import (
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Stops the process' training when an epoch begins, as a kill does."""
+    """Interrupts training when an epoch begins, as a killed process would."""
 
     def __init__(self, epoch):
         super().__init__()
@@ -37,85 +37,95 @@ class TestCallbacks:
         history = trainer.fit(*points(), validation_data=points(seed=1), **options)
         return trainer, record, history
 
-    def test_an_interrupted_fit_goes_on_where_it_was(self, tmp_path):
-        """With the optimizer's state: its moments, and the step of its schedule."""
+    def test_interrupted_fit_resumes_with_the_optimizer_state(self, tmp_path):
+        """The optimizer's moments and the step of its schedule are restored."""
 
         def trainer():
             rate = keras.optimizers.schedules.PolynomialDecay(0.1, 12)
             return dense_trainer(keras.optimizers.Adam(rate))
 
-        _, whole, _ = self.fit(trainer=trainer())
-        saving = ModelCheckpoint(tmp_path)
+        _, uninterrupted, _ = self.fit(trainer=trainer())
+        checkpointing = ModelCheckpoint(tmp_path)
         with pytest.raises(KeyboardInterrupt):
-            self.fit(saving, Interrupt(epoch=3), trainer=trainer())
-        dtransformer.set_seed(1)  # a new process, whose own weights must not matter
-        resumed, record, history = self.fit(saving, trainer=trainer(), resume=True)
+            self.fit(checkpointing, Interrupt(epoch=3), trainer=trainer())
+        dtransformer.set_seed(1)  # A new process has other initial weights.
+        resumed, record, history = self.fit(checkpointing, trainer=trainer(), resume=True)
         assert history.epoch == [3, 4, 5]
         for name in ("step_loss", "learning_rate", "gradient_norm"):
-            np.testing.assert_allclose(record[name], whole[name][6:], TRAINING, err_msg=name)
+            np.testing.assert_allclose(
+                record[name], uninterrupted[name][6:], TRAINING, err_msg=name
+            )
         assert int(resumed.optimizer.iterations) == 12
 
     @pytest.mark.parametrize("is_first", [False, True])
-    def test_states_of_keras_callbacks_go_on(self, is_first, tmp_path):
-        """Wherever the checkpoint's callback stands among them."""
+    def test_states_of_keras_callbacks_are_restored(self, is_first, tmp_path):
+        """The position of the checkpoint callback in the list does not matter."""
 
-        def callbacks(*saving):
-            stop = keras.callbacks.EarlyStopping(
+        def callbacks(*checkpointing):
+            early_stopping = keras.callbacks.EarlyStopping(
                 "val_loss", min_delta=1e9, patience=4, restore_best_weights=True
             )
-            slower = keras.callbacks.ReduceLROnPlateau("val_loss", min_delta=1e9, patience=3)
-            return [*saving, stop, slower] if is_first else [stop, slower, *saving]
+            reduce_rate = keras.callbacks.ReduceLROnPlateau("val_loss", min_delta=1e9, patience=3)
+            return (
+                [*checkpointing, early_stopping, reduce_rate]
+                if is_first
+                else [early_stopping, reduce_rate, *checkpointing]
+            )
 
-        whole, seen, history = self.fit(*callbacks(), epochs=9)
+        uninterrupted, expected_record, history = self.fit(*callbacks(), epochs=9)
         assert history.epoch == [0, 1, 2, 3, 4]
-        saving = ModelCheckpoint(tmp_path)
+        checkpointing = ModelCheckpoint(tmp_path)
         with pytest.raises(KeyboardInterrupt):
-            self.fit(*callbacks(saving), Interrupt(epoch=3), epochs=9)
-        trainer, record, history = self.fit(*callbacks(saving), epochs=9, resume=True)
+            self.fit(*callbacks(checkpointing), Interrupt(epoch=3), epochs=9)
+        trainer, record, history = self.fit(*callbacks(checkpointing), epochs=9, resume=True)
         assert history.epoch == [3, 4]
-        np.testing.assert_allclose(record["learning_rate"], seen["learning_rate"][6:], TRAINING)
-        for weight, expected in zip(trainer.get_weights(), whole.get_weights()):
+        np.testing.assert_allclose(
+            record["learning_rate"], expected_record["learning_rate"][6:], TRAINING
+        )
+        for weight, expected in zip(trainer.get_weights(), uninterrupted.get_weights()):
             np.testing.assert_allclose(weight, expected, TRAINING)
 
-    def test_keras_backup_is_refused(self, tmp_path):
-        """It would go on without the optimizer's state."""
+    def test_keras_backup_and_restore_raises_an_error(self, tmp_path):
+        """It would resume without the optimizer's state."""
         with pytest.raises(InputError, match=r"ModelCheckpoint\(folder\) and fit\(resume=True\)"):
             self.fit(keras.callbacks.BackupAndRestore(tmp_path / "backup"))
 
     def test_early_stopping(self):
-        stop = keras.callbacks.EarlyStopping("val_loss", min_delta=1e9, patience=2)
-        _, _, history = self.fit(stop)
+        early_stopping = keras.callbacks.EarlyStopping("val_loss", min_delta=1e9, patience=2)
+        _, _, history = self.fit(early_stopping)
         assert history.epoch == [0, 1, 2]
-        stop = keras.callbacks.EarlyStopping(
+        early_stopping = keras.callbacks.EarlyStopping(
             "val_loss", patience=1, restore_best_weights=True, start_from_epoch=0
         )
-        trainer, _, history = self.fit(stop, rate=1.0, epochs=30)  # so fast that it overshoots
-        best = min(history.history["val_loss"])
-        assert len(history.epoch) < 30 and history.history["val_loss"][-1] > best
+        trainer, _, history = self.fit(
+            early_stopping, rate=1.0, epochs=30
+        )  # This rate is too high, so the loss rises.
+        lowest = min(history.history["val_loss"])
+        assert len(history.epoch) < 30 and history.history["val_loss"][-1] > lowest
         loss = trainer.evaluate(*points(seed=1), verbose=0, return_dict=True)["loss"]
-        assert loss == pytest.approx(best, TRAINING)
+        assert loss == pytest.approx(lowest, TRAINING)
 
     def test_model_checkpoint(self, tmp_path):
-        every = keras.callbacks.ModelCheckpoint(
+        every_epoch = keras.callbacks.ModelCheckpoint(
             tmp_path / "{epoch}.weights.h5", save_weights_only=True
         )
-        best = keras.callbacks.ModelCheckpoint(
+        best_checkpoint = keras.callbacks.ModelCheckpoint(
             tmp_path / "best.weights.h5",
             monitor="val_loss",
             save_best_only=True,
             save_weights_only=True,
         )
-        _, _, history = self.fit(every, best)
+        _, _, history = self.fit(every_epoch, best_checkpoint)
         losses = history.history["val_loss"]
         files = {str(epoch): losses[epoch - 1] for epoch in (1, 3, 6)}
         for name, expected in {**files, "best": min(losses)}.items():
             trainer = dense_trainer()
             trainer.load_weights(tmp_path / f"{name}.weights.h5")
-            found = trainer.evaluate(*points(seed=1), verbose=0, return_dict=True)
-            assert found["loss"] == pytest.approx(expected, TRAINING)
+            scores = trainer.evaluate(*points(seed=1), verbose=0, return_dict=True)
+            assert scores["loss"] == pytest.approx(expected, TRAINING)
 
-    def test_learning_rates(self):
-        """The rate that a step is made with is the one in its logs."""
+    def test_logged_learning_rate_is_the_rate_of_the_step(self):
+        """Schedules and `LearningRateScheduler` set the rate."""
         schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 12)
         _, record, _ = self.fit(trainer=dense_trainer(keras.optimizers.SGD(schedule)))
         expected = [float(schedule(step)) for step in range(12)]

@@ -1,4 +1,4 @@
-"""The parts of a step: how gradients are grouped, scaled and measured; hits."""
+"""Parts of a training step: buckets of gradients, norms, sums over ranks and correct predictions."""
 
 import numpy as np
 import pytest
@@ -13,13 +13,13 @@ from tests.tolerances import TRAINING
 @pytest.mark.parametrize(
     "ids, num_buckets, expected",
     [
-        # No block speaks: evenly, in order, in at most as many buckets.
+        # Without block ids, gradients are split evenly, in order, into at most `num_buckets`.
         ([None] * 6, 3, [[0, 1], [2, 3], [4, 5]]),
         ([None] * 5, 2, [[0, 1, 2], [3, 4]]),
         ([None] * 3, 1, [[0, 1, 2]]),
         ([None] * 2, 8, [[0], [1]]),
         ([], 4, []),
-        # Blocks speak: each bucket together, the others in one of their own.
+        # With block ids, each block has a bucket, and the other gradients share one.
         ([None, 1, 1, 2, None], 4, [[0, 4], [1, 2], [3]]),
         ([1, 1, 2, 2, 3], 1, [[0, 1], [2, 3], [4]]),
         ([2, 1, 2, 1], 4, [[0, 2], [1, 3]]),
@@ -32,19 +32,19 @@ def test_buckets(ids, num_buckets, expected):
 
 
 @pytest.mark.parametrize("num_buckets", range(1, 9))
-@pytest.mark.parametrize("number", [1, 7, 8, 100])
-def test_every_gradient_is_in_one_bucket(number, num_buckets):
-    rng = np.random.default_rng(number)
-    asked = [None, *range(5)]
-    for ids in ([None] * number, [asked[i] for i in rng.integers(0, 6, number)]):
-        found = buckets(ids, num_buckets)
-        assert sorted(sum(found, [])) == list(range(number))
-        assert all(bucket == sorted(bucket) and bucket for bucket in found)
+@pytest.mark.parametrize("count", [1, 7, 8, 100])
+def test_each_gradient_belongs_to_one_bucket(count, num_buckets):
+    rng = np.random.default_rng(count)
+    block_ids = [None, *range(5)]
+    for ids in ([None] * count, [block_ids[i] for i in rng.integers(0, 6, count)]):
+        result = buckets(ids, num_buckets)
+        assert sorted(sum(result, [])) == list(range(count))
+        assert all(bucket == sorted(bucket) and bucket for bucket in result)
         if set(ids) == {None}:
-            assert len(found) <= num_buckets
+            assert len(result) <= num_buckets
 
 
-def test_square_norms_are_those_of_every_gradient():
+def test_square_norm_matches_numpy():
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape) for shape in ((3, 4), (5,), (2, 2, 2), ())]
     for array in arrays:
@@ -54,12 +54,12 @@ def test_square_norms_are_those_of_every_gradient():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_norm_of_16_bit_gradients_does_not_overflow(dtype):
+def test_norm_of_16_bit_gradients_does_not_overflow(dtype):
     square = square_norm(tf.fill([100], tf.constant(1000.0, dtype)))
     assert float(square) == pytest.approx(1e8, rel=2e-2)
 
 
-def test_alone_nothing_is_reduced():
+def test_one_process_reduces_nothing():
     sums = {"loss": tf.constant(2.0), "count": tf.constant(3.0)}
     assert reduce_sum(sums, name="sums") == sums
 
@@ -70,25 +70,25 @@ def test_alone_nothing_is_reduced():
         ([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]], [1, 2], [1, 0]),
         ([[[0.0, 2.0], [3.0, 2.0]], [[0.0, 2.0], [3.0, 2.0]]], [[1, 1], [0, 0]], [[1, 0], [0, 1]]),
         ([[0.0, -2.0, -1.0]], [0], [1]),
-        ([[0.0, 1.0]], [-100], [0]),  # an ignored label is no class, and no error
+        ([[0.0, 1.0]], [-100], [0]),  # An ignored label is never correct.
     ],
 )
 @pytest.mark.parametrize("label_type", ["int32", "int64"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_hits(logits, labels, expected, label_type, dtype):
-    found = hits(tf.constant(logits, dtype), tf.constant(labels, label_type))
-    assert found.dtype == tf.float32
-    np.testing.assert_array_equal(found, expected)
+    result = hits(tf.constant(logits, dtype), tf.constant(labels, label_type))
+    assert result.dtype == tf.float32
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize(
     "outputs, labels",
     [
-        (np.zeros((2, 3)), np.zeros((2, 3))),  # a regression
+        (np.zeros((2, 3)), np.zeros((2, 3))),  # Regression.
         (np.zeros((2, 3)), np.zeros((2, 3), "int32")),
         (np.zeros((2, 3)), np.zeros((2,))),
         (np.zeros((2, 3, 4)), np.zeros((2,), "int32")),
     ],
 )
-def test_no_hits_where_there_are_no_classes(outputs, labels):
+def test_hits_are_none_without_class_labels(outputs, labels):
     assert hits(tf.constant(outputs), tf.constant(labels)) is None

@@ -1,4 +1,4 @@
-"""Promise: states and metrics of layers, and masks in metrics, are Keras' on every layout."""
+"""States of layers, metrics of layers and masks in metrics match Keras on every layout."""
 
 import warnings
 
@@ -30,28 +30,28 @@ from tests.tolerances import TRAINING
 CHUNKS = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2, "micro_batch_num": 2}
 
 
-def everything():
+def stateful_network():
     return network(lambda: [Seen(), Counts()])
 
 
 def test_micro_batches():
-    """A state is set once a step; metrics of layers are in the logs, those compiled see masks."""
-    expected = numbers(everything(), **stateful.masked_metrics())
+    """States are set once per step, logs contain layer metrics, and compiled metrics apply masks."""
+    expected = numbers(stateful_network(), **stateful.masked_metrics())
     assert {"seen", "val_seen", "rows", "val_rows"} < set(expected["history"])
     with parallel_config(micro_batch_num=2):
-        found = numbers(Trainer(everything()), **stateful.masked_metrics())
-    assert_as_in_keras(found, expected, TRAINING)
+        actual = numbers(Trainer(stateful_network()), **stateful.masked_metrics())
+    assert_as_in_keras(actual, expected, TRAINING)
 
 
-def test_our_loss_sees_masks():
+def test_cross_entropy_loss_applies_masks():
     options = {"loss": CrossEntropyLoss(), "metrics": ["accuracy"], "epochs": 1}
-    options["batch_size"] = stateful.ROWS  # the mean of several batches is by their tokens
+    options["batch_size"] = stateful.ROWS  # Means over several batches weight tokens.
     expected = numbers(network(), **options)
     with parallel_config(micro_batch_num=2):
         assert_as_in_keras(numbers(Trainer(network()), **options), expected, TRAINING)
 
 
-def test_a_norm_of_the_spectrum_in_micro_batches():
+def test_spectral_normalization_in_micro_batches():
     make = lambda: network(norm_of_the_spectrum)
     expected = numbers(make(), epochs=1)
     with parallel_config(micro_batch_num=2):
@@ -59,13 +59,13 @@ def test_a_norm_of_the_spectrum_in_micro_batches():
 
 
 class Marks(keras.layers.Layer):
-    """Keeps a count that float32 cannot, a flag, and what it sets in later steps alone."""
+    """Layer with a count too large for float32, a flag, and a state that changes in later steps."""
 
     def build(self, shape):
-        begin = keras.initializers.Constant(2**25)
-        self.count = self.add_weight((), begin, "int64", trainable=False)
+        initializer = keras.initializers.Constant(2**25)
+        self.count = self.add_weight((), initializer, "int64", trainable=False)
         self.seen = self.add_weight((), "zeros", "bool", trainable=False)
-        self.late = self.add_weight((), "zeros", trainable=False)  # set from the third step on
+        self.late = self.add_weight((), "zeros", trainable=False)  # Set from the third step on.
 
     def call(self, x):
         self.count.assign_add(1)
@@ -76,16 +76,16 @@ class Marks(keras.layers.Layer):
 
 
 def test_large_counts_and_flags_in_micro_batches():
-    of_keras, marks = Marks(), Marks()
-    numbers(network(lambda: [of_keras]), epochs=1)
+    expected, marks = Marks(), Marks()
+    numbers(network(lambda: [expected]), epochs=1)
     with parallel_config(micro_batch_num=2):
         numbers(Trainer(network(lambda: [marks])), epochs=1)
-    assert 2**25 < int(marks.count) == int(of_keras.count) and bool(marks.seen.numpy())
-    assert 0 < float(marks.late) == pytest.approx(float(of_keras.late), TRAINING)
+    assert 2**25 < int(marks.count) == int(expected.count) and bool(marks.seen.numpy())
+    assert 0 < float(marks.late) == pytest.approx(float(expected.late), TRAINING)
 
 
 @on_mesh
-def test_a_mask_at_a_chunks_border_of_data_with_an_open_dimension():
+def test_masks_cross_chunks_with_an_unknown_batch_size():
     data = tf.data.Dataset.from_tensor_slices((stateful.IDS, stateful.TAGS)).batch(8)
     losses = []
     for make, fields in ((lambda x: x, {}), (Trainer, CHUNKS)):
@@ -99,7 +99,7 @@ def test_a_mask_at_a_chunks_border_of_data_with_an_open_dimension():
 
 
 class Recomputed(TransformerEncoderLayer):
-    """A block that is computed again in the backward pass, with layers that set states."""
+    """Recomputed block with layers that set states."""
 
     def add_sublayers(self):
         super().add_sublayers()
@@ -113,7 +113,7 @@ class Recomputed(TransformerEncoderLayer):
         return x
 
 
-def test_a_block_that_is_recomputed():
+def test_states_in_a_recomputed_block_are_set_once():
     keras.backend.clear_session()
     block = Recomputed(6, 2, 8, hidden_dropout_rate=0.0, attention_dropout_rate=0.0)
     history = numbers(Trainer(network(lambda: [block])), epochs=1)["history"]
@@ -122,10 +122,10 @@ def test_a_block_that_is_recomputed():
 
 
 def check_on_mesh(**fields):
-    expected = numbers(everything(), **stateful.masked_metrics(), epochs=1)
+    expected = numbers(stateful_network(), **stateful.masked_metrics(), epochs=1)
     start(model_parallel=2, **fields)
-    found = numbers(Trainer(everything()), **stateful.masked_metrics(), epochs=1)
-    assert_as_in_keras(found, expected, TRAINING)
+    actual = numbers(Trainer(stateful_network()), **stateful.masked_metrics(), epochs=1)
+    assert_as_in_keras(actual, expected, TRAINING)
     stop()
 
 
@@ -140,43 +140,45 @@ def test_layer_states_on_a_mesh():
     check_on_mesh()
 
 
-def mean(labels, outputs):
+def mean_loss(labels, outputs):
     return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True))
 
 
-NAMED = {
+CASES = {
     "a ratio": (lambda: [Unmasked()], masked_mean, "the loss masked_mean"),
     "a product of means": (lambda: [Adds(2, name="squares")], None, "squares"),
     "variances": (lambda: [keras.layers.BatchNormalization(name="norm")], None, "norm"),
-    "a mean beside a mask": (lambda: [Adds(1, name="mean")], None, "mean"),
-    "means": (lambda: [Unmasked(), Adds(1), Dense(6, activity_regularizer="l2")], mean, None),
+    "a mean next to a mask": (lambda: [Adds(1, name="mean")], None, "mean"),
+    "means": (lambda: [Unmasked(), Adds(1), Dense(6, activity_regularizer="l2")], mean_loss, None),
 }
 
 
-@pytest.mark.parametrize("kind", NAMED)
-def test_what_parts_of_a_batch_do_not_add_up_to_is_named_once(kind):
-    inner, loss, name = NAMED[kind]
-    make = lambda: network(inner)
-    with parallel_config(micro_batch_num=2), warnings.catch_warnings(record=True) as told:
+@pytest.mark.parametrize("kind", CASES)
+def test_warns_once_about_values_that_micro_batches_change(kind):
+    make_layers, loss, name = CASES[kind]
+    make = lambda: network(make_layers)
+    with parallel_config(micro_batch_num=2), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = numbers(Trainer(make()), loss, epochs=1)
-    told = [str(one.message) for one in told if "differ from Keras'" in str(one.message)]
+        actual = numbers(Trainer(make()), loss, epochs=1)
+    messages = [
+        str(warning.message) for warning in caught if "differ from Keras'" in str(warning.message)
+    ]
     if name is None:
-        assert not told
-        assert_as_in_keras(found, numbers(make(), loss, epochs=1), TRAINING)
+        assert not messages
+        assert_as_in_keras(actual, numbers(make(), loss, epochs=1), TRAINING)
     else:
-        assert told and all(f" {name} " in one for one in told)
-        assert len(set(told)) == len(told)
+        assert messages and all(f" {name} " in message for message in messages)
+        assert len(set(messages)) == len(messages)
 
 
-def test_nothing_is_told_where_a_step_is_computed_at_once():
+def test_no_warning_without_micro_batches():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*differ from Keras'")
         numbers(Trainer(network(lambda: [Adds(2)])), epochs=1)
 
 
-class Greatest(keras.metrics.Metric):
-    """No sum over the rows."""
+class Maximum(keras.metrics.Metric):
+    """Metric that is no sum over rows."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -186,25 +188,25 @@ class Greatest(keras.metrics.Metric):
         self.value.assign(ops.maximum(self.value, ops.max(x)))
 
     def result(self):
-        return self.value + 0.0  # a tensor, which validation does not change
+        return self.value + 0.0  # A new tensor, because validation changes the variable.
 
 
 @on_mesh
-def test_a_metric_of_a_layer_that_no_device_can_share_is_named():
+def test_layer_metric_that_devices_cannot_share_raises_an_error():
     class Owner(keras.layers.Layer):
         def __init__(self):
             super().__init__(name="owner")
-            self.greatest = Greatest(name="greatest")
+            self.greatest = Maximum(name="greatest")
 
         def call(self, x):
             self.greatest.update_state(x)
             return x
 
-    expected, found = (
+    expected, actual = (
         numbers(make(network(lambda: [Owner()]))) for make in (lambda network: network, Trainer)
     )
-    assert len(set(found["history"]["greatest"])) == 2  # begun anew
-    assert_as_in_keras(found, expected, TRAINING)
+    assert len(set(actual["history"]["greatest"])) == 2  # Each epoch resets the metric.
+    assert_as_in_keras(actual, expected, TRAINING)
     start(model_parallel=2)
     trainer = Trainer(network(lambda: [Owner()]))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the formulas, their boundary cases, wrong arguments."""
+"""Learning-rate schedules: formulas, boundary cases and invalid arguments."""
 
 import doctest
 import json
@@ -22,8 +22,8 @@ def inverse_sqrt(step):
 def linear(step):
     if step < WARMUP:
         return PEAK * (step + 1) / WARMUP
-    left = max(TOTAL - step, 0) / (TOTAL - WARMUP)
-    return FINAL + (PEAK - FINAL) * left
+    remaining = max(TOTAL - step, 0) / (TOTAL - WARMUP)
+    return FINAL + (PEAK - FINAL) * remaining
 
 
 def cosine(step):
@@ -48,7 +48,7 @@ STEPS = [0, 1, WARMUP - 1, WARMUP, WARMUP + 1, 13, TOTAL - 1, TOTAL, TOTAL + 1, 
 
 @pytest.mark.parametrize("name, arguments, formula", CASES)
 class TestEverySchedule:
-    def test_formula_at_the_boundaries(self, name, arguments, formula):
+    def test_learning_rates_match_the_formula_at_boundaries(self, name, arguments, formula):
         schedule = lr_schedules.get(name, peak_learning_rate=PEAK, **arguments)
         actual = [float(schedule(step)) for step in STEPS]
         np.testing.assert_allclose(actual, [formula(step) for step in STEPS], rtol=1e-6)
@@ -100,7 +100,7 @@ class TestEverySchedule:
             ("warmup_steps", False),
         ],
     )
-    def test_wrong_argument_is_named(self, name, arguments, formula, argument, value):
+    def test_invalid_argument_is_named(self, name, arguments, formula, argument, value):
         arguments = {"peak_learning_rate": PEAK, **arguments, argument: value}
         with pytest.raises(ValueError) as error:
             lr_schedules.get(name, **arguments)
@@ -119,20 +119,20 @@ class TestEverySchedule:
         ("final_learning_rate", 2 * PEAK),
     ],
 )
-def test_wrong_end_of_a_decay_is_named(name, argument, value):
+def test_invalid_decay_is_named(name, argument, value):
     with pytest.raises(ValueError) as error:
         lr_schedules.get(name, peak_learning_rate=PEAK, **{**DECAY, argument: value})
     assert argument in str(error.value) and repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["liner", "", None, 3])
-def test_an_unknown_name_is_answered_with_what_is_like_it_or_what_exists(name):
+def test_unknown_name_suggests_similar_or_all_names(name):
     with pytest.raises(ValueError) as error:
         lr_schedules.get(name, peak_learning_rate=PEAK)
-    for known in (
+    for suggestion in (
         ("linear",) if name == "liner" else ("constant", "cosine", "inverse_sqrt", "linear")
     ):
-        assert known in str(error.value)
+        assert suggestion in str(error.value)
 
 
 def test_unknown_and_missing_arguments_are_named():

@@ -1,4 +1,4 @@
-"""Promise: over several data ranks every metric of Keras has the value of one process."""
+"""Every Keras metric has the same value on several data ranks as on one."""
 
 import threading
 
@@ -54,18 +54,20 @@ SPECIAL = {
 
 
 def all_metrics():
-    found = {}
-    for kind in vars(keras.metrics).values():
-        is_metric = isinstance(kind, type) and issubclass(kind, keras.metrics.Metric)
-        if is_metric and kind.__name__ not in BASES:
-            found[kind] = kind.__name__
-    for kind, name in sorted(found.items(), key=lambda item: item[1]):
+    names_by_class = {}
+    for metric_class in vars(keras.metrics).values():
+        is_metric = isinstance(metric_class, type) and issubclass(
+            metric_class, keras.metrics.Metric
+        )
+        if is_metric and metric_class.__name__ not in BASES:
+            names_by_class[metric_class] = metric_class.__name__
+    for metric_class, name in sorted(names_by_class.items(), key=lambda item: item[1]):
         for i, case in enumerate(SPECIAL.get(name, [({}, ONE_HOT, PROBABILITY)])):
-            yield pytest.param(kind, *case, id=f"{name}-{i}" if i else name)
+            yield pytest.param(metric_class, *case, id=f"{name}-{i}" if i else name)
 
 
 class TwoRanks:
-    """Two threads as data ranks; sums over ranks are added up when both have come."""
+    """Two threads that act as data ranks. Sums over ranks wait for both threads."""
 
     def __init__(self, monkeypatch):
         self._local = threading.local()
@@ -110,15 +112,15 @@ def container(metric):
     return compiled._compile_metrics
 
 
-@pytest.mark.parametrize("kind, options, labels, outputs", all_metrics())
-def test_two_ranks_compute_the_value_of_one(monkeypatch, kind, options, labels, outputs):
-    expected = kind(**options)
+@pytest.mark.parametrize("metric_class, options, labels, outputs", all_metrics())
+def test_two_ranks_match_one_rank(monkeypatch, metric_class, options, labels, outputs):
+    expected = metric_class(**options)
     halves = [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)]
-    for half in halves:  # two steps
+    for half in halves:  # Two steps.
         expected.update_state(labels[half], outputs[half])
 
     def train(rank):
-        metric = kind(**options)
+        metric = metric_class(**options)
         metrics = StepMetrics(Objective("mse"), container(metric), on_build=print)
         metrics.build(labels, outputs)
         for half in halves:
@@ -132,7 +134,7 @@ def test_two_ranks_compute_the_value_of_one(monkeypatch, kind, options, labels, 
         np.testing.assert_allclose(result, np.asarray(expected.result()), rtol=2e-6, atol=1e-7)
 
 
-def test_a_metric_that_needs_weights_is_built(monkeypatch):
+def test_metric_that_needs_sample_weights_is_built(monkeypatch):
     class Weighted(keras.metrics.Sum):
         def update_state(self, labels, outputs, sample_weight=None):
             super().update_state(keras.ops.convert_to_tensor(sample_weight))

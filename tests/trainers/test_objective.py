@@ -1,4 +1,4 @@
-"""Promise: losses are Keras' own, by their own reductions, and their shares add up."""
+"""Losses match Keras for every reduction, and losses of micro-batches sum to the batch loss."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ from tests.tolerances import TRAINING
 ROWS, WIDTH, CLASSES = 11, 5, 4
 rng = np.random.default_rng(0)
 X = rng.standard_normal((ROWS, WIDTH, 3)).astype("float32")
-X[::3, 2:] = 0  # masked
+X[::3, 2:] = 0  # Masked positions.
 CLASS = rng.integers(0, CLASSES, (ROWS, WIDTH))
 ONE_HOT, WEIGHT = np.eye(CLASSES, dtype="float32")[CLASS], rng.random((ROWS, WIDTH), "float32")
 VALUE = rng.standard_normal((ROWS, WIDTH, 1)).astype("float32")
@@ -31,7 +31,8 @@ def one_value(labels, outputs):
     return tf.reduce_mean(tf.abs(labels - outputs) ** 3)
 
 
-LOSSES = {  # a function that makes it, and labels
+# A function that creates the loss, and labels.
+LOSSES = {
     "mse": (lambda: "mse", ONE_HOT),
     "function": (lambda: cubed, ONE_HOT),
     "one value": (lambda: one_value, ONE_HOT),
@@ -53,65 +54,65 @@ def network(masks=False, activation=None):
     return keras.Model(inputs, keras.layers.Dense(CLASSES, activation)(x))
 
 
-def fit(of, loss, labels, weights, **options):
-    """Return what plain `fit` gives, and the weights after it."""
-    of.compile(keras.optimizers.SGD(0.1), loss, **options)
+def fit(model, loss, labels, weights, **options):
+    """Return the history of `fit` and the weights after training."""
+    model.compile(keras.optimizers.SGD(0.1), loss, **options)
     data = {"x": X, "y": labels, "sample_weight": weights, "batch_size": 4, "shuffle": False}
-    history = of.fit(**data, epochs=2, verbose=0, validation_data=(X, labels)).history
-    return history, getattr(of, "network", of).get_weights()
+    history = model.fit(**data, epochs=2, verbose=0, validation_data=(X, labels)).history
+    return history, getattr(model, "network", model).get_weights()
 
 
-def assert_same(found, expected, names=None):
+def assert_same(actual, expected, names=None):
     for name in names or expected[0]:
-        np.testing.assert_allclose(found[0][name], expected[0][name], TRAINING, err_msg=name)
-    for actual, wanted in zip(found[1], expected[1], strict=True):
-        np.testing.assert_allclose(actual, wanted, TRAINING, atol=TRAINING)
+        np.testing.assert_allclose(actual[0][name], expected[0][name], TRAINING, err_msg=name)
+    for actual_value, expected_value in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_allclose(actual_value, expected_value, TRAINING, atol=TRAINING)
 
 
 @pytest.mark.parametrize("masks, weights", [(False, None), (True, WEIGHT)], ids=["", "weighted"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_history_and_weights_are_those_of_keras(name, masks, weights):
+def test_history_and_weights_match_keras(name, masks, weights):
     make, labels = LOSSES[name]
-    found = fit(Trainer(network(masks)), make(), labels, weights)
-    assert_same(found, fit(network(masks), make(), labels, weights))
+    actual = fit(Trainer(network(masks)), make(), labels, weights)
+    assert_same(actual, fit(network(masks), make(), labels, weights))
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHT], ids=["", "weights"])
 @pytest.mark.parametrize("masks", [False, True], ids=["", "mask"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_shares_add_up(name, masks, weights):
-    """Of parts of a batch, of several sizes, the losses' shares are the batch's loss."""
+def test_losses_of_micro_batches_sum_to_the_batch_loss(name, masks, weights):
+    """The parts of the batch have different sizes."""
     make, labels = LOSSES[name]
     model = keras.Sequential([keras.layers.Identity()])
     model.compile("sgd", make())
     outputs = network(masks)(X)
     expected = model.compute_loss(X, labels, outputs, weights)
     objective, parts = Objective(make()), [slice(0, 2), slice(2, 3), slice(3, ROWS)]
-    take = lambda x, part: None if x is None else tf.convert_to_tensor(x[part])
-    batches = [tuple(take(x, part) for x in (X, labels, weights)) for part in parts]
+    select_rows = lambda x, part: None if x is None else tf.convert_to_tensor(x[part])
+    batches = [tuple(select_rows(x, part) for x in (X, labels, weights)) for part in parts]
     counts = sum(objective.counts(*batch) for batch in batches)
     totals = {}
-    for part, (_, own_labels, own_weights) in zip(parts, batches):
-        own_outputs = outputs[part]
+    for part, (_, part_labels, part_weights) in zip(parts, batches):
+        part_outputs = outputs[part]
         if masks:
-            own_outputs._keras_mask = outputs._keras_mask[part]
-        own = own_outputs, own_labels, own_weights, counts
+            part_outputs._keras_mask = outputs._keras_mask[part]
+        arguments = part_outputs, part_labels, part_weights, counts
         if name == "one value" and (masks or weights is not None):
             with pytest.raises(ValueError, match="one_value.*each row"):
-                objective.sums(*own, is_full_batch=False)
+                objective.sums(*arguments, is_full_batch=False)
             return
-        sums = objective.sums(*own, is_full_batch=False)
+        sums = objective.sums(*arguments, is_full_batch=False)
         totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
     loss = totals["loss"] / totals.get("normalizer_ratio", 1.0)
     assert float(loss) == pytest.approx(float(expected), TRAINING)
 
 
-def test_a_loss_that_keras_chooses_by_the_outputs_shape():
-    found = [
+def test_crossentropy_by_name_matches_keras():
+    actual = [
         fit(make(network(activation="softmax")), "crossentropy", CLASS, None)
         for make in (Trainer, lambda network: network)
     ]
-    assert_same(*found)
+    assert_same(*actual)
 
 
 class TestSeveralOutputs:
@@ -128,8 +129,8 @@ class TestSeveralOutputs:
         "weights, loss_weights",
         [(None, None), ({"tag": WEIGHT, "value": WEIGHT[:, :1]}, {"tag": 1.0, "value": 0.3})],
     )
-    def test_history_and_weights_are_those_of_keras(self, weights, loss_weights):
-        found = [
+    def test_history_and_weights_match_keras(self, weights, loss_weights):
+        actual = [
             fit(
                 make(self.network()),
                 {"tag": classes(), "value": "mse"},
@@ -140,50 +141,50 @@ class TestSeveralOutputs:
             )
             for make in (Trainer, lambda network: network)
         ]
-        # Keras weighs the batch that has fewer rows as one row where it shows the losses of
-        # outputs, and as its rows everywhere else.
-        own = {"tag_loss", "val_tag_loss", "value_loss", "val_value_loss"}
-        assert own < set(found[0][0])
-        assert_same(*found, names=set(found[1][0]) - own)
+        # In the logged losses of outputs, Keras weights the smaller last batch as one row. In all
+        # other values it weights a batch by its rows.
+        output_losses = {"tag_loss", "val_tag_loss", "value_loss", "val_value_loss"}
+        assert output_losses < set(actual[0][0])
+        assert_same(*actual, names=set(actual[1][0]) - output_losses)
 
-    def test_one_loss_for_all(self):
+    def test_one_loss_for_all_outputs(self):
         inputs = keras.Input((WIDTH, 3))
-        two = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
-        weights = two.get_weights()
-        found = []
+        model = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
+        weights = model.get_weights()
+        actual = []
         for make in (Trainer, lambda network: network):
-            two.set_weights(weights)
-            found.append(fit(make(two), "mse", [VALUE, 2 * VALUE], None))
-        assert_same(*found, names=["loss"])
+            model.set_weights(weights)
+            actual.append(fit(make(model), "mse", [VALUE, 2 * VALUE], None))
+        assert_same(*actual, names=["loss"])
 
 
 @pytest.mark.parametrize("reduction", ["none", None])
-def test_reductions_that_give_no_scalar_are_refused(reduction):
+def test_reductions_without_a_scalar_raise_an_error(reduction):
     loss = keras.losses.MeanSquaredError(reduction=reduction, name="the_loss")
     with pytest.raises(ValueError, match=f"the_loss.*{reduction}.*sum_over_batch_size"):
         Objective(loss)
 
 
-def test_a_loss_that_is_no_sum_of_parts_is_refused():
-    class Own(keras.losses.Loss):
+def test_loss_that_overrides_call_raises_an_error():
+    class CustomLoss(keras.losses.Loss):
         def __call__(self, y_true, y_pred, sample_weight=None):
             return 0.0
 
-    with pytest.raises(ValueError, match="Own.*__call__"):
-        Objective(Own())
+    with pytest.raises(ValueError, match="CustomLoss.*__call__"):
+        Objective(CustomLoss())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_outputs_are_compared_in_float32(dtype):
-    """The square of 1,000 is no float16."""
+    """The square of 1,000 is too large for float16."""
     objective, outputs, labels = Objective("mse"), tf.constant([[1000.0]], dtype), [[0.0]]
     labels = tf.constant(labels)
     counts = objective.counts(outputs, labels, None)
     assert float(objective.sums(outputs, labels, None, counts, True)["loss"]) == 1e6
 
 
-def test_tokens_count_once_a_batch():
-    """The mean over an epoch of a loss of tokens is over its tokens."""
+def test_counts_of_tokens_and_rows():
+    """The mean of a token loss over an epoch is divided by the number of tokens."""
     objective = Objective(CrossEntropyLoss(ignore_id=0))
     assert objective.is_token_loss and not Objective("mse").is_token_loss
     counts = objective.counts(tf.zeros((2, 3)), tf.constant([[1, 0, 2], [0, 0, 0]]), None)

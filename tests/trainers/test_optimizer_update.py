@@ -1,4 +1,4 @@
-"""Promise: weights that are alike are updated by one function, with the numbers of Keras' own."""
+"""One function updates all similar weights, with the same results as Keras' optimizers."""
 
 import functools
 import warnings
@@ -19,8 +19,8 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 Y = X[:, :2] - X[:, 2:4]
 
 
-class Halving(keras.optimizers.SGD):
-    """One of a user's own, which asks for the names of weights."""
+class HalvedBiasSGD(keras.optimizers.SGD):
+    """Custom optimizer that reads the names of weights."""
 
     def update_step(self, gradient, variable, learning_rate):
         gradient = gradient * (0.5 if "bias" in variable.name else 1.0)
@@ -28,7 +28,7 @@ class Halving(keras.optimizers.SGD):
 
 
 class Momentum(keras.optimizers.Optimizer):
-    """One of a user's own, whose states are assigned as variables are."""
+    """Custom optimizer that assigns its states as variables."""
 
     def build(self, variables):
         super().build(variables)
@@ -40,18 +40,18 @@ class Momentum(keras.optimizers.Optimizer):
         self.assign_sub(variable, learning_rate * mean)
 
 
-def projected(weight):
-    """A constraint of a user's own."""
+def project(weight):
+    """Custom constraint."""
     return weight.value * 0.99 if weight.ndim == 2 else weight
 
 
-def without_biases(optimizer):
+def exclude_biases(optimizer):
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     return optimizer
 
 
 OPTIMIZERS = {
-    "AdamW": lambda: without_biases(keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3)),
+    "AdamW": lambda: exclude_biases(keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3)),
     "all gradients clipped": lambda: keras.optimizers.SGD(0.1, 0.9, global_clipnorm=0.1),
     "each gradient clipped": lambda: keras.optimizers.Lion(0.001, clipnorm=0.1),
     "a schedule": lambda: keras.optimizers.Adam(
@@ -64,7 +64,7 @@ OPTIMIZERS = {
     "a scalar for all": lambda: keras.optimizers.Nadam(0.01, epsilon=1e-3),
     "averages": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, use_ema=True),
     "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, clipnorm=0.1),
-    "one of a user's own": lambda: Halving(0.1),
+    "a custom optimizer": lambda: HalvedBiasSGD(0.1),
     "states that are assigned": lambda: Momentum(0.1),
     "a scaled loss, all gradients clipped": lambda: keras.optimizers.SGD(
         0.1, global_clipnorm=0.1, loss_scale_factor=1024.0
@@ -73,15 +73,15 @@ OPTIMIZERS = {
         0.1, clipnorm=0.1, loss_scale_factor=1024.0
     ),
 }
-# Those that are compiled by XLA in the quick suite, too.
-IN_XLA = "AdamW", "all gradients clipped", "states of other shapes", "two kinds of updates"
+# The quick suite also tests these optimizers with XLA.
+QUICK_XLA = "AdamW", "all gradients clipped", "states of other shapes", "two kinds of updates"
 
 
-def trained(optimizer, wrap, depth=4, **options):
+def train(optimizer, wrap, depth=4, **options):
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     names = ["first", "second", *(f"dense_{i}" for i in range(2, depth))]
-    constraints = {"first": keras.constraints.MaxNorm(1.0), "second": projected}
+    constraints = {"first": keras.constraints.MaxNorm(1.0), "second": project}
     model = keras.Sequential(
         [
             keras.Input((8,)),
@@ -99,8 +99,8 @@ def trained(optimizer, wrap, depth=4, **options):
 
 
 @functools.cache
-def weights_of_keras(name):
-    return trained(OPTIMIZERS[name](), wrap=False, jit_compile=False)[1]
+def keras_weights(name):
+    return train(OPTIMIZERS[name](), wrap=False, jit_compile=False)[1]
 
 
 @pytest.mark.parametrize(
@@ -108,20 +108,20 @@ def weights_of_keras(name):
     [
         *((name, False) for name in OPTIMIZERS),
         *(
-            pytest.param(name, True, marks=[] if name in IN_XLA else [pytest.mark.long])
+            pytest.param(name, True, marks=[] if name in QUICK_XLA else [pytest.mark.long])
             for name in OPTIMIZERS
         ),
     ],
 )
-def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
+def test_weights_after_training_match_keras(name, jit_compile, monkeypatch):
     monkeypatch.setattr(grouped_update, "_MAX_ELEMENTS", 80)
-    _, found = trained(OPTIMIZERS[name](), wrap=True, jit_compile=jit_compile)
-    for own, other in zip(found, weights_of_keras(name), strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+    _, actual = train(OPTIMIZERS[name](), wrap=True, jit_compile=jit_compile)
+    for actual_value, expected_value in zip(actual, keras_weights(name), strict=True):
+        np.testing.assert_allclose(actual_value, expected_value, rtol=1e-5, atol=1e-6)
 
 
-def test_averages_are_there_when_they_are_asked_for():
-    """With groups of weights, which others of Keras' averages would not be updated beside."""
+def test_averaged_weights_match_the_ema_formula():
+    """One weight has an update group. The averages of all weights are updated."""
     network = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
     network.layers[0].kernel.update_group = UpdateGroup(0.5)
     trainer = Trainer(network)
@@ -129,21 +129,21 @@ def test_averages_are_there_when_they_are_asked_for():
     expected = None
     for step in range(4):
         trainer.train_on_batch(X[:4], Y[:4])
-        own = network.get_weights()
+        current = network.get_weights()
         momentum = 0.75 if step else 0.0
         expected = [
             momentum * average + (1 - momentum) * value
-            for average, value in zip(expected or own, own, strict=True)
+            for average, value in zip(expected or current, current, strict=True)
         ]
         with trainer.averaged_weights():
             for average, value in zip(expected, network.get_weights(), strict=True):
                 np.testing.assert_allclose(value, average, rtol=1e-6, atol=1e-7)
-        for before, value in zip(own, network.get_weights(), strict=True):
+        for before, value in zip(current, network.get_weights(), strict=True):
             np.testing.assert_array_equal(value, before)
 
 
 @pytest.mark.parametrize(
-    "keys, most, expected",
+    "keys, max_elements, expected",
     [
         ("", 9, []),
         ("abc", 9, [[0, 1, 2]]),
@@ -154,13 +154,13 @@ def test_averages_are_there_when_they_are_asked_for():
         ("aaaaa", 9, [[0], [1], [2], [3], [4]]),
     ],
 )
-def test_calls(keys, most, expected):
-    calls = grouped_calls(keys, [1] * len(keys), most)
+def test_grouped_calls(keys, max_elements, expected):
+    calls = grouped_calls(keys, [1] * len(keys), max_elements)
     assert calls == expected
     assert sorted(i for call in calls for i in call) == list(range(len(keys)))
 
 
-def test_a_weight_that_its_gradient_overwrites_is_refused():
+def test_weights_overwritten_with_gradients_raise_an_error():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
     model.weights[0].overwrite_with_gradient = True
     trainer = Trainer(model)
@@ -169,7 +169,7 @@ def test_a_weight_that_its_gradient_overwrites_is_refused():
         trainer.fit(X, Y, verbose=0)
 
 
-def test_settings_that_change_between_fits_hold():
+def test_settings_changed_between_fits_apply():
     def weights(wrap):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
@@ -178,24 +178,26 @@ def test_settings_that_change_between_fits_hold():
         trainer.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
         decay = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
         trainer.optimizer.learning_rate = decay
-        trainer.fit(X, Y, batch_size=8, shuffle=False, verbose=0)  # a shape that is traced anew
+        trainer.fit(X, Y, batch_size=8, shuffle=False, verbose=0)  # A new shape needs a new trace.
         trainer.optimizer.weight_decay = 0.9
         trainer.make_train_function(force=True)
         trainer.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
         return model.get_weights()
 
-    for own, other in zip(weights(True), weights(False), strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+    for actual_value, expected_value in zip(weights(True), weights(False), strict=True):
+        np.testing.assert_allclose(actual_value, expected_value, rtol=1e-5, atol=1e-6)
 
 
-def test_several_optimizers_are_refused():
+def test_multi_optimizer_raises_an_error():
     trainer = Trainer(keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]))
-    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
+    multi_optimizer = keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.SGD())
+    )
     with pytest.raises(ValueError, match="does not support MultiOptimizer"):
-        trainer.compile(several, "mse")
+        trainer.compile(multi_optimizer, "mse")
 
 
-def test_an_optimizer_of_other_weights_is_refused():
+def test_optimizer_built_for_another_network_raises_an_error():
     networks = [keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]) for _ in range(2)]
     optimizer = keras.optimizers.SGD()
     optimizer.build(networks[1].trainable_variables)
@@ -205,7 +207,7 @@ def test_an_optimizer_of_other_weights_is_refused():
         trainer.fit(np.ones((2, 8)), np.ones((2, 2)), verbose=0)
 
 
-def test_sparse_inputs_are_trained_with():
+def test_sparse_inputs_train():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,), sparse=True), keras.layers.Dense(2)])
     trainer = Trainer(model)
@@ -214,29 +216,32 @@ def test_sparse_inputs_are_trained_with():
     assert np.isfinite(logs["loss"]).all()
 
 
-def test_weights_of_our_layers_are_excluded_from_decay_by_their_names():
+def test_biases_are_excluded_from_weight_decay_by_name():
     network = CausalLM(20, hidden_size=8, num_heads=2, num_layers=1, max_length=4)
     network.build()
-    optimizer = without_biases(keras.optimizers.AdamW(0.01, weight_decay=0.1))
+    optimizer = exclude_biases(keras.optimizers.AdamW(0.01, weight_decay=0.1))
     optimizer.build(network.trainable_variables)
-    decays = {w.path: uses_weight_decay(optimizer, w.value) for w in network.trainable_variables}
+    decays = {
+        weight.path: uses_weight_decay(optimizer, weight.value)
+        for weight in network.trainable_variables
+    }
     assert decays == {path: not path.endswith("bias") for path in decays}
     assert not all(decays.values())
 
 
-def warnings_of_muon(optimizer, network):
+def muon_warnings(optimizer, network):
     trainer = Trainer(network)
     trainer.compile(optimizer)
     ids = np.ones((2, 4), "int32")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train_on_batch(ids, ids)
-    return [str(w.message) for w in caught if "Muon" in str(w.message)]
+    return [str(warning.message) for warning in caught if "Muon" in str(warning.message)]
 
 
 def test_warns_if_muon_updates_kernels_of_attention_with_adamw():
     language_model = lambda: CausalLM(9, hidden_size=8, num_heads=2, num_layers=2)
-    (text,) = warnings_of_muon(keras.optimizers.Muon(0.01), language_model())
+    (text,) = muon_warnings(keras.optimizers.Muon(0.01), language_model())
     # Queries, keys, values and outputs of two blocks.
     assert "block_0/attention/query_kernel and 7 other kernels with AdamW" in text
-    assert not warnings_of_muon(keras.optimizers.AdamW(0.01), language_model())
+    assert not muon_warnings(keras.optimizers.AdamW(0.01), language_model())

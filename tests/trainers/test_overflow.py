@@ -1,4 +1,4 @@
-"""Promise: if every step overflows in float16, training ends with an error that names the cause."""
+"""If every step overflows in float16, training ends with an error that names the cause."""
 
 import contextlib
 
@@ -18,16 +18,16 @@ X = np.abs(X) + 1
 
 @contextlib.contextmanager
 def float16():
-    """Inside the `with` block layers have the policy `mixed_float16`."""
-    before = keras.config.dtype_policy()
+    """Set the dtype policy `mixed_float16` inside the `with` block."""
+    previous_policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
         yield
     finally:
-        keras.config.set_dtype_policy(before)
+        keras.config.set_dtype_policy(previous_policy)
 
 
-def trainer(scale, optimizer="sgd", **options):
+def make_trainer(scale, optimizer="sgd", **options):
     """Return a trainer of a network whose layer `second` multiplies its inputs by `scale`."""
     kernel = keras.initializers.Constant(scale)
     with float16():
@@ -42,8 +42,8 @@ def trainer(scale, optimizer="sgd", **options):
     return dense_trainer(optimizer, network=network, **options)
 
 
-def fit(made, epochs=8):
-    return made.fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+def fit(trainer, epochs=8):
+    return trainer.fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
 
 
 class Count(keras.callbacks.Callback):
@@ -55,27 +55,27 @@ class Count(keras.callbacks.Callback):
 
 @pytest.mark.filterwarnings("ignore:The loss of step")
 @pytest.mark.parametrize("log_every, steps", [(1, MAX_SKIPPED), (7, 55)])
-def test_fifty_skipped_steps_end_the_training_and_name_the_layer(log_every, steps):
+def test_fifty_skipped_steps_raise_an_error_that_names_the_layer(log_every, steps):
     count = Count()
-    words = f"last {steps} steps were skipped.*/second'.*mixed_bfloat16"
-    with pytest.raises(ValueError, match=words):
-        trainer(6e4, log_every=log_every).fit(
+    pattern = f"last {steps} steps were skipped.*/second'.*mixed_bfloat16"
+    with pytest.raises(ValueError, match=pattern):
+        make_trainer(6e4, log_every=log_every).fit(
             X, Y, batch_size=8, epochs=8, verbose=0, callbacks=[count]
         )
     assert count.steps == steps
 
 
 @pytest.mark.filterwarnings("ignore:The loss of step")
-def test_calls_of_train_on_batch_are_counted_too():
-    made = trainer(6e4)
+def test_skipped_train_on_batch_calls_are_counted():
+    trainer = make_trainer(6e4)
     for _ in range(MAX_SKIPPED - 1):
-        logs = made.train_on_batch(X, Y, return_dict=True)
+        logs = trainer.train_on_batch(X, Y, return_dict=True)
     assert "skipped_in_a_row" not in logs and logs["skipped_steps"] == MAX_SKIPPED - 1
     with pytest.raises(ValueError, match="last 50 steps were skipped"):
-        made.train_on_batch(X, Y)
+        trainer.train_on_batch(X, Y)
 
 
-def test_a_gradient_that_overflows_behind_finite_outputs():
+def test_overflowing_gradient_with_finite_outputs_raises_an_error():
     @tf.custom_gradient
     def overflows(x):
         return x, lambda gradient: gradient * np.inf
@@ -87,34 +87,36 @@ def test_a_gradient_that_overflows_behind_finite_outputs():
         fit(dense_trainer(network=model))
 
 
-def test_a_scale_that_is_found_after_many_steps_is_no_error():
+def test_repeated_overflows_with_progress_raise_no_error():
     optimizer = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(1e-4), initial_scale=2.0**55, dynamic_growth_steps=10
     )
-    history = fit(trainer(0.1, optimizer), epochs=20).history  # It overflows now and then.
+    history = fit(make_trainer(0.1, optimizer), epochs=20).history  # Some steps overflow.
     assert 35 < history["skipped_steps"][-1] and history["loss"][-1] < history["loss"][0]
 
 
-def test_a_layer_of_a_transformer_is_named():
+def test_overflowing_transformer_layer_is_named():
     model = CausalLM(20, hidden_size=8, num_heads=2, num_layers=2, dtype="mixed_float16")
     model.build()
     kernel = next(v for v in model.trainable_variables if "ffn" in v.path or "feed" in v.path)
     kernel.assign(np.full(kernel.shape, 6e4))
-    made = Trainer(model)
-    made.compile("sgd")
+    trainer = Trainer(model)
+    trainer.compile("sgd")
     ids = np.random.default_rng(0).integers(1, 20, (8, 6))
     path = kernel.path.rpartition("/")[0]
     with pytest.warns(UserWarning, match="The loss of step 1 is"):
         with pytest.raises(ValueError, match=f"is '{path}"):
-            made.fit(ids, ids, batch_size=8, epochs=60, verbose=0)
+            trainer.fit(ids, ids, batch_size=8, epochs=60, verbose=0)
 
 
 @pytest.mark.parametrize("value, expected", [(np.inf, "inf"), (np.nan, "nan")])
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_a_loss_that_is_no_number_is_told_once(value, expected, is_scaled, recwarn):
-    made = trainer(1.0) if is_scaled else dense_trainer()
+def test_nonfinite_loss_warns_once(value, expected, is_scaled, recwarn):
+    trainer = make_trainer(1.0) if is_scaled else dense_trainer()
     x, _ = points(8)
     for _ in range(2):
-        made.fit(x, np.full((8, 1), value), batch_size=2, epochs=2, verbose=0)
-    told = [str(warning.message) for warning in recwarn if "The loss of" in str(warning.message)]
-    assert len(told) == 1 and f"The loss of step 1 is {expected}" in told[0]
+        trainer.fit(x, np.full((8, 1), value), batch_size=2, epochs=2, verbose=0)
+    messages = [
+        str(warning.message) for warning in recwarn if "The loss of" in str(warning.message)
+    ]
+    assert len(messages) == 1 and f"The loss of step 1 is {expected}" in messages[0]

@@ -1,4 +1,4 @@
-"""Promise: progress is a bar on a terminal, and a few short lines in a log file."""
+"""Progress is a bar on a terminal, and a few short lines in a log file."""
 
 import io
 import re
@@ -40,7 +40,7 @@ def fit(num_batches, *callbacks, epochs=1, **options):
 
 
 @pytest.mark.parametrize("verbose", ["auto", 1])
-def test_a_log_file_gets_ten_lines_for_an_epoch(verbose, capsys):
+def test_log_file_has_ten_lines_per_epoch(verbose, capsys):
     fit(40, epochs=2, verbose=verbose)
     lines = capsys.readouterr().out.splitlines()
     counts = [line.partition(" ")[0] for line in lines]
@@ -48,7 +48,7 @@ def test_a_log_file_gets_ten_lines_for_an_epoch(verbose, capsys):
     assert counts == ["Epoch", *epoch, "Epoch", *epoch]
 
 
-def test_a_line_has_six_metrics_with_the_losses_first(capsys):
+def test_progress_line_has_six_metrics_with_losses_first(capsys):
     fit(10)
     *steps, epoch = capsys.readouterr().out.splitlines()
     for line in steps:
@@ -64,7 +64,7 @@ def test_verbose_2_prints_one_line_for_each_epoch(capsys):
     assert [line.partition(" ")[0] for line in lines] == ["Epoch", "10/10"] * 2
 
 
-def test_a_terminal_gets_a_bar_with_losses_and_metrics(monkeypatch):
+def test_terminal_shows_a_bar_with_losses_and_metrics(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     fit(10)
@@ -73,7 +73,7 @@ def test_a_terminal_gets_a_bar_with_losses_and_metrics(monkeypatch):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_score_has_a_line_of_its_own(is_terminal, monkeypatch):
+def test_printed_score_has_a_separate_line(is_terminal, monkeypatch):
     output = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stdout", output)
     fit(10, Score(), epochs=2)
@@ -90,26 +90,26 @@ def test_evaluate_and_predict_print_one_line_into_a_log_file(capsys):
 
 
 class FormatsWarning(keras.callbacks.Callback):
-    """Formats a warning as Python does where a layer of Keras warns."""
+    """Formats a warning as Python does for warnings of Keras layers."""
 
     def on_epoch_end(self, epoch, logs=None):
-        place = keras.layers.Dense.__init__.__code__
+        code = keras.layers.Dense.__init__.__code__
         text = "Do not pass\n`input_shape`"
-        details = UserWarning, place.co_filename, place.co_firstlineno
-        self.text = warnings.formatwarning(text, *details)
+        arguments = UserWarning, code.co_filename, code.co_firstlineno
+        self.text = warnings.formatwarning(text, *arguments)
 
 
-def test_a_warning_in_fit_is_one_plain_line():
+def test_warning_in_fit_is_one_plain_line():
     before, callback = warnings.formatwarning, FormatsWarning()
     fit(2, callback, verbose=0)
     assert callback.text == "warning: Do not pass `input_shape`\n"
     assert warnings.formatwarning is before
 
 
-def test_a_warning_of_the_command_line_is_one_plain_line():
+def test_warning_of_the_command_line_is_one_plain_line():
     code = (
         "import warnings; from dtransformer.cli import main; main(); warnings.warn('two\\nlines')"
     )
     command = [sys.executable, "-c", code, "new", "reward"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == "warning: two lines\n"
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stderr == "warning: two lines\n"

@@ -1,4 +1,4 @@
-"""Promise: Keras' shuffling follows from the job's seed, the fit and the epoch."""
+"""The order of shuffled rows depends only on the job's seed, the fit and the epoch."""
 
 import keras
 import numpy as np
@@ -11,8 +11,8 @@ from tests.trainers.small import dense_trainer, points
 ROWS = 12
 
 
-class Seen(keras.callbacks.Callback):
-    """Records the row numbers of each batch."""
+class RowRecorder(keras.callbacks.Callback):
+    """Records the row indices of each batch."""
 
     def __init__(self):
         super().__init__()
@@ -26,44 +26,44 @@ class Seen(keras.callbacks.Callback):
         self.epochs[-1].append([int(x) for x in inputs[:, 0]])
 
 
-def orders(trainer=None, **options):
-    """Return for each epoch the list of the batches' rows."""
-    rows, seen = np.tile(np.arange(ROWS)[:, None], (1, 3)).astype("float32"), Seen()
+def row_orders(trainer=None, **options):
+    """Train and return the rows of all batches, by epoch."""
+    rows, recorder = np.tile(np.arange(ROWS)[:, None], (1, 3)).astype("float32"), RowRecorder()
     options = {"batch_size": 4, "epochs": 3, "verbose": 0, **options}
-    (trainer or dense_trainer()).fit(rows, rows[:, :1], callbacks=[seen], **options)
-    return seen.epochs
+    (trainer or dense_trainer()).fit(rows, rows[:, :1], callbacks=[recorder], **options)
+    return recorder.epochs
 
 
-def test_every_epoch_and_every_fit_has_another_order_of_all_rows():
+def test_every_epoch_and_fit_has_a_different_order():
     trainer = dense_trainer()
-    epochs = [*orders(trainer), *orders(trainer)]
+    epochs = [*row_orders(trainer), *row_orders(trainer)]
     assert len({str(epoch) for epoch in epochs}) == 6
     for epoch in epochs:
         assert sorted(row for batch in epoch for row in batch) == list(range(ROWS))
 
 
-def test_the_order_does_not_depend_on_the_process():
-    expected = orders()
+def test_order_does_not_depend_on_the_process():
+    expected = row_orders()
     keras.utils.set_random_seed(5)
-    assert orders() == expected
-    assert orders(initial_epoch=1) == expected[1:]
-    assert orders(shuffle=False) == 3 * [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]]
+    assert row_orders() == expected
+    assert row_orders(initial_epoch=1) == expected[1:]
+    assert row_orders(shuffle=False) == 3 * [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]]
 
 
 def test_rows_are_shuffled_within_batches():
-    for epoch in orders(shuffle="batch"):
-        assert [sorted(batch) for batch in epoch] == orders(shuffle=False)[0]
+    for epoch in row_orders(shuffle="batch"):
+        assert [sorted(batch) for batch in epoch] == row_orders(shuffle=False)[0]
         assert [sorted(batch) for batch in epoch] != epoch
 
 
-def test_sparse_arrays_are_shuffled_as_others():
+def test_sparse_arrays_are_shuffled_like_dense_ones():
     x, y = points(ROWS)
     expected = dense_trainer().fit(x, y, 4, verbose=0).history["loss"]
-    found = dense_trainer(network=_of_sparse()).fit(tf.sparse.from_dense(x), y, 4, verbose=0)
-    assert found.history["loss"] == pytest.approx(expected)
+    history = dense_trainer(network=_sparse_network()).fit(tf.sparse.from_dense(x), y, 4, verbose=0)
+    assert history.history["loss"] == pytest.approx(expected)
 
 
-def _of_sparse():
+def _sparse_network():
     initializer = keras.initializers.GlorotUniform(seed=1)
     layers = [
         keras.layers.Dense(4, activation="tanh", kernel_initializer=initializer),
@@ -72,12 +72,14 @@ def _of_sparse():
     return keras.Sequential([keras.Input((3,), sparse=True), *layers])
 
 
-def test_a_resumed_epoch_has_the_order_of_the_uninterrupted_run(tmp_path):
+def test_resumed_epoch_keeps_the_order(tmp_path):
     x, y = points(ROWS)
     options = {"batch_size": 4, "verbose": 0}
     expected = dense_trainer().fit(x, y, epochs=4, **options).history["loss"]
-    saving = lambda: [ModelCheckpoint(tmp_path)]
-    dense_trainer().fit(x, y, epochs=2, callbacks=saving(), **options)
+    checkpoint_callbacks = lambda: [ModelCheckpoint(tmp_path)]
+    dense_trainer().fit(x, y, epochs=2, callbacks=checkpoint_callbacks(), **options)
     resumed = dense_trainer()
-    history = resumed.fit(x, y, epochs=4, resume=True, callbacks=saving(), **options).history
+    history = resumed.fit(
+        x, y, epochs=4, resume=True, callbacks=checkpoint_callbacks(), **options
+    ).history
     assert history["loss"] == pytest.approx(expected[2:], rel=1e-6)

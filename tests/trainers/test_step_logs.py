@@ -1,4 +1,4 @@
-"""Promise: a step waits for no device, but where its logs are read, every `log_every` steps."""
+"""Steps wait for the device only to read logs, every `log_every` steps."""
 
 import json
 
@@ -22,47 +22,47 @@ from tests.trainers.small import (
 )
 
 
-def test_steps_between_two_reads_read_nothing():
-    """The second step reads how many FLOP batches of its shape have."""
+def test_host_reads_nothing_between_log_steps():
+    """The second step also reads the number of FLOP of its batch."""
     trainer, reads = translation_trainer(log_every=4), HostReads()
     trainer.fit(dataset().repeat(3), verbose=0, callbacks=[reads])
-    assert [len(of_step) for of_step in reads.bytes][2:] == [0, 1, 0, 0, 0, 1, 0]
+    assert [len(step_bytes) for step_bytes in reads.bytes][2:] == [0, 1, 0, 0, 0, 1, 0]
 
 
 @pytest.fixture(scope="module")
-def read_each_step():
+def run_with_log_every_1():
     trainer, record = dense_trainer(), Record()
     return record, trainer.fit(*points(), 2, epochs=2, verbose=0, shuffle=False, callbacks=[record])
 
 
-def test_callbacks_get_what_was_read_last_and_epochs_their_last_step(read_each_step, tmp_path):
-    every_step, expected = read_each_step
+def test_callbacks_receive_the_last_logs_that_were_read(run_with_log_every_1, tmp_path):
+    every_step, expected = run_with_log_every_1
     trainer, record = dense_trainer(log_every=3, metrics=[]), Record()
     file = MetricsFile(tmp_path / "metrics.jsonl")
     history = trainer.fit(
         *points(), 2, epochs=2, verbose=0, shuffle=False, callbacks=[record, file]
     )
-    read = [0, 0, 2, 2, 2, 5, 5, 5]
+    read_steps = [0, 0, 2, 2, 2, 5, 5, 5]
     for epoch in (0, 8):
-        found = record["step_loss"][epoch : epoch + 8]
-        assert found == pytest.approx([every_step["step_loss"][epoch + i] for i in read])
+        losses = record["step_loss"][epoch : epoch + 8]
+        assert losses == pytest.approx([every_step["step_loss"][epoch + i] for i in read_steps])
     for name in ("loss", "step_loss"):
         assert history.history[name] == pytest.approx(expected.history[name])
     lines = [json.loads(line) for line in file.path.read_text().splitlines()]
-    steps = [(one["step"], one["step_loss"]) for one in lines if one["kind"] == "step"]
+    steps = [(line["step"], line["step_loss"]) for line in lines if line["kind"] == "step"]
     assert [step for step, _ in steps] == [1, 3, 6, 9, 11, 14]
     assert [loss for _, loss in steps] == pytest.approx(
         [every_step["step_loss"][step - 1] for step, _ in steps]
     )
 
 
-def test_a_line_that_is_due_waits_for_its_logs(capsys):
+def test_loss_monitor_prints_steps_with_new_logs(capsys):
     dense_trainer(log_every=4).fit(*points(), 2, verbose=0, callbacks=[LossMonitor(every=3)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["epoch: 1 step: 4", "epoch: 1 step: 8"]
 
 
-def test_an_evaluation_within_an_epoch_leaves_its_logs():
+def test_evaluation_within_an_epoch_keeps_its_logs():
     class Evaluates(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.evaluate(*points(4), verbose=0)
@@ -72,22 +72,22 @@ def test_an_evaluation_within_an_epoch_leaves_its_logs():
     assert all("step_loss" in logs for logs in record.logs)
 
 
-def test_logs_that_are_no_numbers_are_arrays():
+def test_nonscalar_metrics_are_logged_as_arrays():
     trainer = dense_trainer(network=dense_network(2), metrics=[keras.metrics.F1Score(name="f1")])
     x, _ = points()
     logs = trainer.train_on_batch(x, np.eye(2)[np.arange(16) % 2], return_dict=True)
     assert logs["f1"].shape == (2,) and isinstance(logs["loss"], float)
 
 
-@pytest.mark.parametrize("every", [0, 2.5])
-def test_a_number_that_is_none(every):
+@pytest.mark.parametrize("log_every", [0, 2.5])
+def test_invalid_log_every_raises_an_error(log_every):
     with pytest.raises(
-        InputError, match=f"log_every must be an integer of at least 1, got {every}"
+        InputError, match=f"log_every must be an integer of at least 1, got {log_every}"
     ):
-        dense_trainer(log_every=every)
+        dense_trainer(log_every=log_every)
 
 
-def test_tokens_are_counted_by_shapes():
+def test_token_count_follows_from_shapes():
     model = small_model()
     inputs = {"source": np.zeros((4, 6), "int32"), "target": np.zeros((4, 5), "int32")}
     tokens, flops = tokens_and_flops(model, inputs, inputs["target"])
@@ -97,7 +97,7 @@ def test_tokens_are_counted_by_shapes():
     assert tokens_and_flops(keras.Sequential([]), x, None) == (8, 0)
 
 
-def test_batches_of_a_mesh_are_compared_in_steps_1_and_2_and_every_hundredth(monkeypatch):
+def test_replicas_are_compared_in_steps_1_and_2_and_every_hundredth(monkeypatch):
     compared = []
     monkeypatch.setattr(
         replica_consistency,
@@ -108,5 +108,7 @@ def test_batches_of_a_mesh_are_compared_in_steps_1_and_2_and_every_hundredth(mon
     for step in range(1, 202):
         batches.check(step, "train")
     batches.check("dev", "test")
-    both = [(step, name) for step in (1, 2, 100, 200, "dev") for name in ("a mesh", "a pipeline")]
-    assert compared == both
+    expected = [
+        (step, name) for step in (1, 2, 100, 200, "dev") for name in ("a mesh", "a pipeline")
+    ]
+    assert compared == expected

@@ -1,4 +1,4 @@
-"""Promise: frozen weights stay, seeds decide, and what cannot be carried out is refused."""
+"""Trainers respect frozen weights and seeds, and reject unsupported networks and options."""
 
 import inspect
 
@@ -23,14 +23,14 @@ from tests.trainers.small import (
     dataset,
     dense_network,
     dense_trainer,
+    get_weights_by_path,
     points,
     small_model,
     translation_trainer,
-    weights_of,
 )
 
 
-def test_frozen_layers_stay_as_they_are():
+def test_frozen_layers_do_not_change():
     x, y = points()
     network = dense_network()
     trainer = dense_trainer(network=network)
@@ -46,22 +46,22 @@ def test_frozen_layers_stay_as_they_are():
     assert history["loss"][-1] < history["loss"][0]
 
 
-def test_a_frozen_embedding_of_a_translation_model():
+def test_frozen_embedding_does_not_change():
     network = small_model()
     network.build()
     network.source_embedding.trainable = False
-    before = weights_of(network)
+    before = get_weights_by_path(network)
     translation_trainer(network=network).fit(dataset(), verbose=0)
-    for path, value in weights_of(network).items():
+    for path, value in get_weights_by_path(network).items():
         is_frozen = "source_embedding" in path
-        # The key's bias has no gradient: it moves all scores of a query alike.
+        # The key's bias has no gradient, because it shifts all scores of a query equally.
         if "key_bias" not in path:
             assert np.array_equal(value, before[path]) == is_frozen, path
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_a_weight_that_the_loss_does_not_depend_on_is_named_and_stays(run_eagerly):
-    class Forgetful(keras.Model):
+def test_unused_weights_cause_a_warning_and_do_not_change(run_eagerly):
+    class UnusedLayer(keras.Model):
         def __init__(self):
             super().__init__()
             self.used = keras.layers.Dense(1, name="used")
@@ -75,68 +75,68 @@ def test_a_weight_that_the_loss_does_not_depend_on_is_named_and_stays(run_eagerl
         def call(self, x):
             return self.used(x)
 
-    network = Forgetful()
+    network = UnusedLayer()
     network.build((None, 3))
-    before = weights_of(network)
+    before = get_weights_by_path(network)
     trainer = dense_trainer(network=network, run_eagerly=run_eagerly)
     with pytest.warns(UserWarning, match="weights [^ ]*forgotten/kernel, [^ ]*forgotten/bias[.]"):
         trainer.fit(*points(), verbose=0)
-    for path, value in weights_of(network).items():
+    for path, value in get_weights_by_path(network).items():
         assert np.array_equal(value, before[path]) == ("forgotten" in path), path
 
 
 @pytest.mark.parametrize(
-    "loss, words",
+    "loss, message",
     [
         (lambda: keras.losses.MeanSquaredError(reduction=None), "reduction=None.*mean"),
         (lambda: "squared_error_or_so", "squared_error_or_so"),
     ],
     ids=["none", "unknown"],
 )
-def test_losses_that_are_refused(loss, words):
-    with pytest.raises(ValueError, match=words):
+def test_unsupported_losses_raise_errors(loss, message):
+    with pytest.raises(ValueError, match=message):
         dense_trainer(loss=loss())
 
 
 def test_warns_if_network_overrides_fit():
-    own = type("Own", (keras.Sequential,), {"fit": lambda self: None})
-    with pytest.warns(UserWarning, match="^Own overrides fit, which the trainer does not call"):
-        Trainer(own([keras.layers.Dense(1)]))
+    custom_class = type("Custom", (keras.Sequential,), {"fit": lambda self: None})
+    with pytest.warns(UserWarning, match="^Custom overrides fit, which the trainer does not call"):
+        Trainer(custom_class([keras.layers.Dense(1)]))
 
 
-def test_a_loader_is_looked_into_without_another_order():
+def test_peek_keeps_the_order_of_a_data_loader():
     torch = pytest.importorskip("torch")
     rows = torch.utils.data.TensorDataset(torch.arange(12).reshape(6, 2), torch.arange(6))
     loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
     torch.manual_seed(1)
     expected = [labels.tolist() for _, labels in loader]
     torch.manual_seed(1)
-    (inputs, labels), same = peek(loader)
+    (inputs, labels), batches = peek(loader)
     assert inputs.shape == (2, 2) and labels.shape == (2,)
-    assert [labels.tolist() for _, labels in same] == expected
+    assert [labels.tolist() for _, labels in batches] == expected
 
 
 @pytest.mark.parametrize("method", ["train_step", "test_step", "compute_loss", "compute_metrics"])
-def test_steps_of_the_networks_own_are_refused(method):
-    own = type("Own", (keras.Model,), {method: lambda self, *args, **kwargs: None})
-    with pytest.raises(ValueError, match=f"Own overrides `{method}`"):
-        Trainer(own())
+def test_networks_with_custom_steps_raise_an_error(method):
+    custom_class = type("Custom", (keras.Model,), {method: lambda self, *args, **kwargs: None})
+    with pytest.raises(ValueError, match=f"Custom overrides `{method}`"):
+        Trainer(custom_class())
 
 
-def test_fit_and_evaluate_before_compile():
+def test_fit_and_evaluate_before_compile_raise_an_error():
     trainer = Trainer(dense_network())
     for call in (trainer.fit, trainer.evaluate):
         with pytest.raises(ValueError, match="compile"):
             call(*points(), verbose=0)
 
 
-def test_a_config_that_is_not_carried_out_is_refused():
+def test_config_that_init_did_not_apply_raises_an_error():
     with parallel_config(expert_parallel=2):
         with pytest.raises(RuntimeError, match="expert_parallel=2"):
             Trainer(dense_network())
 
 
-def test_the_seed_decides_the_dropout():
+def test_seed_determines_the_dropout_masks():
     def losses(seed):
         dtransformer.set_seed(seed)
         network = keras.Sequential(
@@ -154,14 +154,14 @@ def test_the_seed_decides_the_dropout():
         trainer.fit(data, epochs=4, verbose=0, callbacks=[record])
         return record["step_loss"]
 
-    first, again, other = losses(0), losses(0), losses(1)
-    assert first == again
-    assert all(a != b for a, b in zip(first, other))
-    assert len(set(first)) == 4, "every step has masks of its own"
+    losses_0, losses_0_again, losses_1 = losses(0), losses(0), losses(1)
+    assert losses_0 == losses_0_again
+    assert all(a != b for a, b in zip(losses_0, losses_1))
+    assert len(set(losses_0)) == 4, "Each step must have other masks."
 
 
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict", "train_on_batch"])
-def test_a_config_that_changes_after_the_trainer_was_made_is_refused(call):
+def test_config_change_after_creating_the_trainer_raises_an_error(call):
     trainer = dense_trainer()
     arguments = points(4)[:1] if call == "predict" else points(4)
     with parallel_config(recompute=True):
@@ -172,7 +172,7 @@ def test_a_config_that_changes_after_the_trainer_was_made_is_refused(call):
     trainer.fit(*points(4), verbose=0)
 
 
-def test_micro_batches_work_with_a_loss_whose_weights_are_known_after_the_forward_pass():
+def test_micro_batches_do_not_change_mse_losses():
     def losses(**fields):
         with parallel_config(**fields):
             network = dense_network()
@@ -184,13 +184,13 @@ def test_micro_batches_work_with_a_loss_whose_weights_are_known_after_the_forwar
     np.testing.assert_allclose(losses(micro_batch_num=4), losses(), rtol=TRAINING)
 
 
-def test_a_rank_that_has_not_joined_is_told(monkeypatch):
+def test_missing_init_under_horovodrun_raises_an_error(monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"2 ranks.*dtransformer\.init\(\)"):
         Trainer(dense_network())
 
 
-def test_batch_normalization_on_several_data_shards_is_refused(monkeypatch):
+def test_batch_normalization_on_several_data_shards_raises_an_error(monkeypatch):
     network = keras.Sequential(
         [keras.Input((3,)), keras.layers.BatchNormalization(name="the_norm")]
     )
@@ -201,7 +201,7 @@ def test_batch_normalization_on_several_data_shards_is_refused(monkeypatch):
     check_network(network)
 
 
-def test_constraints_on_a_mesh_are_refused_or_need_whole_weights(monkeypatch):
+def test_constraints_on_a_mesh_raise_an_error(monkeypatch):
     weight = keras.Variable([1.0], name="the_weight")
     weight.constraint = keras.constraints.NonNeg()
     check_constraints([weight])
@@ -210,8 +210,8 @@ def test_constraints_on_a_mesh_are_refused_or_need_whole_weights(monkeypatch):
         check_constraints([weight])
 
 
-def test_data_that_end_count_no_batch_that_is_not_there():
-    """Where nothing tells how many there are."""
+def test_datasets_of_unknown_length_count_no_empty_batch():
+    """The last, empty batch of a generator does not count."""
     x, y = points(num_classes=4)
     batches = [(x[i : i + 5], y[i : i + 5]) for i in range(0, 15, 5)]
     signature = tf.TensorSpec([5, *x.shape[1:]], "float32"), tf.TensorSpec([5], "int32")
@@ -219,14 +219,15 @@ def test_data_that_end_count_no_batch_that_is_not_there():
     trainer = Trainer(dense_network(4))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainer.compile("sgd", loss, metrics=["accuracy"])
-    found = trainer.evaluate(endless, verbose=0)
+    actual = trainer.evaluate(endless, verbose=0)
     np.testing.assert_allclose(
-        found, trainer.evaluate(x[:15], y[:15], batch_size=5, verbose=0), 1e-6
+        actual, trainer.evaluate(x[:15], y[:15], batch_size=5, verbose=0), 1e-6
     )
 
 
-def test_an_error_of_a_step_says_where_it_comes_from(monkeypatch):
-    for module, name in calls_of_traces():  # which the quick suite does without
+def test_error_in_a_step_names_the_source_line(monkeypatch):
+    # The quick suite removes these functions from traces.
+    for module, name in calls_of_traces():
         monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
 
     class Fails(keras.layers.Layer):
@@ -239,8 +240,8 @@ def test_an_error_of_a_step_says_where_it_comes_from(monkeypatch):
         trainer.fit(*points(), verbose=0)
 
 
-def test_training_and_validation_data_may_be_sharded_differently(monkeypatch):
-    """Each sharding has its compiled step, and training keeps its own after a validation."""
+def test_training_and_validation_data_may_have_different_sharding(monkeypatch):
+    """Each sharding has a compiled step, and training reuses its step after validation."""
     x, y = points()
     monkeypatch.setattr(
         RowSharding,
@@ -255,15 +256,15 @@ def test_training_and_validation_data_may_be_sharded_differently(monkeypatch):
     assert len(history["val_loss"]) == len(history["loss"]) == 3
 
 
-def test_one_batch_of_arrays_without_compiling():
+def test_train_on_batch_eagerly():
     x, y = points()
     trainer = Trainer(dense_network())
     trainer.compile("sgd", "mse", run_eagerly=True)
     assert np.isfinite(trainer.train_on_batch(x, y))
 
 
-class Sums(keras.Model):
-    """A layer on what may be sparse or ragged."""
+class ToDense(keras.Model):
+    """Network that converts sparse and ragged inputs to dense ones."""
 
     def __init__(self):
         super().__init__()
@@ -277,14 +278,14 @@ class Sums(keras.Model):
 
 
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])
-def test_batches_of_a_generator_that_are_no_arrays(kind):
+def test_sparse_and_ragged_generator_batches_match_keras(kind):
     x = np.eye(8, 4, dtype="float32")
     x = tf.sparse.from_dense(x) if kind == "sparse" else tf.RaggedTensor.from_tensor(x)
     y = np.ones((8, 1), "float32")
     losses = []
     for wrap in (lambda network: network, Trainer):
         keras.utils.set_random_seed(0)
-        network = Sums()
+        network = ToDense()
         network(np.eye(8, 4, dtype="float32"))
         network.dense.kernel.assign(np.ones((4, 1)))
         model = wrap(network)
@@ -294,16 +295,16 @@ def test_batches_of_a_generator_that_are_no_arrays(kind):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_a_rest_of_rows_is_evaluated_in_a_pipeline():
+def test_partial_batch_is_evaluated_in_micro_batches():
     x, y = points()
     x, y = x[:9], y[:9]
-    alone = dense_trainer().evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    expected = dense_trainer().evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
     with parallel_config(micro_batch_num=2):
-        found = dense_trainer().evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
-    np.testing.assert_allclose(found["loss"], alone["loss"], rtol=TRAINING)
+        actual = dense_trainer().evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=TRAINING)
 
 
-def test_options_of_a_checkpoint_that_are_unknown(tmp_path):
+def test_unknown_save_options_raise_an_error(tmp_path):
     trainer = dense_trainer()
     trainer.train_on_batch(*points())
     with pytest.raises(TypeError, match="no options asset, include_optimizer"):
@@ -313,22 +314,22 @@ def test_options_of_a_checkpoint_that_are_unknown(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_averages_before_the_first_step_are_the_weights():
+def test_averaged_weights_before_the_first_step():
     trainer = dense_trainer()
     with trainer.averaged_weights():
         assert trainer.predict(points()[0], verbose=0).shape[0] == len(points()[0])
 
 
-def test_a_loss_is_tried_on_few_positions():
+def test_loss_shapes_are_inferred_on_few_positions():
     shapes = []
 
-    def own(y_true, y_pred):
+    def custom_loss(y_true, y_pred):
         shapes.append(y_pred.shape)
         return tf.reduce_mean(tf.square(y_pred - tf.cast(y_true, y_pred.dtype)))
 
     network = keras.Sequential([keras.Input((64, 3)), keras.layers.Dense(5)])
     with parallel_config(micro_batch_num=2):
         trainer = Trainer(network)
-        trainer.compile("sgd", own)
+        trainer.compile("sgd", custom_loss)
         trainer.train_on_batch(np.ones((4, 64, 3), "float32"), np.ones((4, 64, 5), "float32"))
     assert {shape[1] for shape in shapes} == {16, 64}

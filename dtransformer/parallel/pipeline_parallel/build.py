@@ -230,7 +230,7 @@ class _ReadGuard(keras.StatelessScope):
         if id(variable) in self._weights:
             raise ValueError(
                 f"{variable.path} is used outside of a call of its layer, but only one pipeline stage "
-                "has it. Set `pipeline_stage=1`, or call a layer wherever it is used."
+                "has it. Set `pipeline_stage=1`, or call the layer instead of reading its weights."
             )
         return super().get_current_value(variable)
 

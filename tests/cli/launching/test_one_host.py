@@ -40,7 +40,7 @@ def wait_for(process, word):
             return
 
 
-def test_a_command_needs_neither_ssh_nor_horovodrun(tmp_path):
+def test_command_needs_neither_ssh_nor_horovodrun(tmp_path):
     """The output has only the lines of the ranks, each with its rank."""
     for program in ("ssh", "horovodrun"):
         (tmp_path / program).write_text("#!/bin/sh\nexit 9\n")
@@ -51,14 +51,14 @@ def test_a_command_needs_neither_ssh_nor_horovodrun(tmp_path):
     assert sorted(output.splitlines()) == ["[0] 0 of 2", "[1] 1 of 2"]
 
 
-def test_an_error_of_all_ranks_is_shown_once():
+def test_error_of_all_ranks_is_shown_once():
     code, output, errors = run("echo 'dtransformer: no such file' >&2; sleep 1; exit 2")
     assert code == 2 and output == ""
     assert errors.count("no such file") == 1
     assert len(errors.splitlines()) == 2, errors
 
 
-def test_a_traceback_of_all_ranks_is_shown_once_and_in_one_piece():
+def test_traceback_of_all_ranks_is_shown_once_and_in_one_piece():
     code, _, errors = run(f"printf '{TRACEBACK}' >&2; sleep 1; exit 1")
     lines = errors.splitlines()
     assert code == 1 and len(lines) == 5, errors
@@ -68,7 +68,7 @@ def test_a_traceback_of_all_ranks_is_shown_once_and_in_one_piece():
     assert lines[4].startswith("dtransformer launch: rank ")
 
 
-def test_a_failure_ends_the_other_ranks_and_is_not_repeated_by_default():
+def test_failure_ends_the_other_ranks_and_is_not_repeated_by_default():
     script = "test $HOROVOD_RANK = 0 && exec sleep 1237; echo once; kill -KILL $$"
     code, output, errors = run(script)
     assert code == 1 and output == "[1] once\n"
@@ -98,7 +98,7 @@ def test_repeated_signal_lets_ranks_finish_their_output():
     assert process.returncode == 130 and output.count("saved") == 2, output + errors
 
 
-def test_a_signal_before_ranks_start_ends_the_launcher_with_code_75(monkeypatch, capsys):
+def test_signal_before_ranks_start_ends_the_launcher_with_code_75(monkeypatch, capsys):
     def hosts_of(options):
         os.kill(os.getpid(), signal.SIGTERM)
         return {"localhost": 1}
@@ -143,7 +143,7 @@ def test_rank_0_reads_standard_input():
 
 
 @pytest.mark.parametrize("options, expected", [([], "no"), (["--min-ranks", "1"], "2")])
-def test_a_layout_is_replaced_only_if_ranks_may_be_missing(options, expected):
+def test_layout_is_replaced_only_if_ranks_may_be_missing(options, expected):
     code, output, _ = run("echo ${DTRANSFORMER_FIT_LAYOUT-no}", *options)
     assert code == 0 and output.count(f"] {expected}\n") == 2
 

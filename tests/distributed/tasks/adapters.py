@@ -18,11 +18,11 @@ from harness.training import Record
 SEED, OTHER_SEED, STEPS = 7, 99, 3
 
 
-def checkpoint_of(folder, layout):
+def checkpoint_path(folder, layout):
     return pathlib.Path(folder) / f"adapters-{layout.name}.checkpoint"
 
 
-def adapters_of(folder, layout):
+def adapters_path(folder, layout):
     return pathlib.Path(folder) / f"adapters-{layout.name}"
 
 
@@ -61,16 +61,16 @@ def train_and_use(folder, layout):
     network = trainer.network
     results = {"losses": losses(trainer), "logits": predict_logits(trainer)}
     results["generated"] = generate(network)
-    trainer.save(checkpoint_of(folder, layout))
-    save_lora(network, adapters_of(folder, layout))
+    trainer.save(checkpoint_path(folder, layout))
+    save_lora(network, adapters_path(folder, layout))
     results["after"] = losses(trainer, STEPS)
     for name, saved in {"resumed": layout, "restored": ALONE}.items():
         if name == "resumed" or not alone:
             restored_trainer = new_trainer(seed=OTHER_SEED)  # Frozen weights must be restored.
-            restored_trainer.restore(checkpoint_of(folder, saved))
+            restored_trainer.restore(checkpoint_path(folder, saved))
             results[name] = losses(restored_trainer, STEPS)
     loaded = new_trainer("llama")
-    load_lora(loaded.network, adapters_of(folder, ALONE))
+    load_lora(loaded.network, adapters_path(folder, ALONE))
     results["generated_loaded"] = generate(loaded.network)
     merge_lora(loaded.network)
     results["generated_merged"] = generate(loaded.network)

@@ -43,7 +43,7 @@ REPLICATED = ("dp2@2x1", "dp2@2x1+shard1")
 SEED, OTHER_SEED = 7, 99
 
 
-def checkpoint_of(folder, saved, restored=None):
+def checkpoint_path(folder, saved, restored=None):
     """Return the path of a checkpoint, or of its copy that was saved after restoring on a layout."""
     return pathlib.Path(folder) / (saved if restored is None else f"{saved}-on-{restored}")
 
@@ -75,9 +75,9 @@ def losses(trainer, start, num_steps, network=NETWORK):
 def restore(trainer, folder, saved, name, network=NETWORK):
     """Restore a checkpoint, save it again, continue training, and return the losses."""
     dtransformer.set_seed(OTHER_SEED)
-    restored = trainer.restore(checkpoint_of(folder, saved))
+    restored = trainer.restore(checkpoint_path(folder, saved))
     assert restored.step == STEPS_BEFORE and job.seed() == SEED
-    trainer.save(checkpoint_of(folder, saved, name))
+    trainer.save(checkpoint_path(folder, saved, name))
     return losses(trainer, STEPS_BEFORE, STEPS_AFTER, network)
 
 
@@ -85,7 +85,7 @@ def save_and_restore(folder, layout):
     """Train, save and continue. Then resume from the checkpoints in `RESTORED`."""
     trainer = new_trainer()
     losses(trainer, 0, STEPS_BEFORE)
-    trainer.save(checkpoint_of(folder, layout.name))
+    trainer.save(checkpoint_path(folder, layout.name))
     if layout.name in REPLICATED:
         trainer.save(replicated(folder, layout.name), replicas=True)
     after = losses(trainer, STEPS_BEFORE, STEPS_AFTER)
@@ -96,7 +96,7 @@ def save_and_restore(folder, layout):
     }
 
 
-def restore_the_others(folder, layout):
+def restore_remaining(folder, layout):
     """Resume from the checkpoints that are not in `RESTORED`."""
     trainer, name = new_trainer(seed=OTHER_SEED), layout.name
     other_layouts = [saved for saved in CHAIN if saved not in RESTORED[name]]
@@ -172,5 +172,5 @@ def resume(folder, layout):
 
 
 TASKS = {
-    task.__name__: task for task in (save_and_restore, restore_the_others, sums_over_rows, resume)
+    task.__name__: task for task in (save_and_restore, restore_remaining, sums_over_rows, resume)
 }

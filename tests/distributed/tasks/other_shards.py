@@ -4,7 +4,7 @@ from tests.distributed.tasks.checkpoints import (
     OTHER_SEED,
     STEPS_AFTER,
     STEPS_BEFORE,
-    checkpoint_of,
+    checkpoint_path,
     losses,
     new_trainer,
     restore,
@@ -22,23 +22,23 @@ RESTORING = {
 }
 
 
-def network_of(layout):
+def network_name(layout):
     """Return the name of the network that a layout trains."""
     return LONG if layout.context > 1 else EXPERTS
 
 
 def save(folder, layout):
     """Train, save and continue, and return the losses after saving."""
-    network = network_of(layout)
+    network = network_name(layout)
     trainer = new_trainer(network)
     losses(trainer, 0, STEPS_BEFORE, network)
-    trainer.save(checkpoint_of(folder, layout.name))
+    trainer.save(checkpoint_path(folder, layout.name))
     return {"after": losses(trainer, STEPS_BEFORE, STEPS_AFTER, network)}
 
 
 def restore_all(folder, layout):
     """Resume from the checkpoint of each layout and return the losses."""
-    return {"restored": restored(folder, layout.name, network_of(layout))}
+    return {"restored": restored(folder, layout.name, network_name(layout))}
 
 
 def restored(folder, name, network):

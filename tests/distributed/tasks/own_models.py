@@ -147,7 +147,7 @@ def plain():
     return train(model, INPUTS["plain"], IDS[:, 1:], loss=classes(), metrics=["accuracy"])
 
 
-def file_of(folder, task, layout):
+def model_path(folder, task, layout):
     """Return the path of the model that a task saves."""
     return pathlib.Path(folder) / f"{task}-{layout.name}.keras"
 
@@ -158,7 +158,7 @@ def seeded(task):
     def run(folder, layout):
         keras.utils.set_random_seed(0)
         results = task()
-        model, file = results.pop("model"), file_of(folder, task.__name__, layout)
+        model, file = results.pop("model"), model_path(folder, task.__name__, layout)
         model.save(file)
         if isinstance(model, Trainer):
             model.export(file.with_suffix(""), verbose=False)

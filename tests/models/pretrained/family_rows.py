@@ -1,6 +1,7 @@
-"""Families of published models as rows: a tiny config of each, and a field that is refused.
+"""Tiny configs of published model families, each with an unsupported field.
 
-A row has at least one whole period of the family's blocks, and windows shorter than its texts.
+A config has at least one full period of the family's block pattern, and its windows are shorter
+than the texts.
 """
 
 import typing
@@ -9,16 +10,16 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class Row(typing.NamedTuple):
-    """A family.
+    """Test data of a model family.
 
     Args:
-        config: fields besides those of all rows of its kind.
-        refused: fields that the family's blocks do not have, and what the error says.
-        family: its `model_type`; the row's name by default.
+        config: Dict of config fields that are added to the defaults of the kind of model.
+        unsupported: Tuple of a dict with unsupported config fields and a pattern of the error.
+        family: The `model_type`, or `None` if it equals the name of the row.
     """
 
     config: dict
-    refused: tuple[dict, str]
+    unsupported: tuple[dict, str]
     family: str | None = None
 
 
@@ -39,7 +40,7 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-BY_KIND = {
+ROPE_BY_LAYER_TYPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 100.0},
     FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
 }
@@ -52,7 +53,7 @@ LATENTS = {
     "v_head_dim": 6,
     "moe_intermediate_size": 24,
 }
-# Decoders: besides SIZES of `reference_models`.
+# Decoders. Fields are added to `reference_models.SIZES`.
 TEXTS = {
     "opt": Row(
         {"ffn_dim": 48, "dropout": 0.0},
@@ -87,7 +88,7 @@ TEXTS = {
         "stablelm",
     ),
     "gpt_neox": Row({}, ({"attention_bias": False}, "`attention_bias=false` is not supported")),
-    "gpt_neox_in_turn": Row({"use_parallel_residual": False}, NOT_ROTARY, "gpt_neox"),
+    "gpt_neox_sequential": Row({"use_parallel_residual": False}, NOT_ROTARY, "gpt_neox"),
     "phi": Row({}, ({"qk_layernorm": True}, "`qk_layernorm=true` is not supported")),
     "falcon": Row({"multi_query": True}, ({"alibi": True}, "`alibi=true` is not supported")),
     "falcon_groups": Row(
@@ -156,7 +157,7 @@ TEXTS = {
             "head_dim": 12,
             "sliding_window": 5,
             "query_pre_attn_scalar": 10,
-            "rope_parameters": BY_KIND,
+            "rope_parameters": ROPE_BY_LAYER_TYPE,
             "num_hidden_layers": 3,
             "layer_types": [SLIDING, SLIDING, FULL],
         },
@@ -168,7 +169,7 @@ TEXTS = {
         {
             "sliding_window": 5,
             "num_hidden_layers": 4,
-            "rope_parameters": {**BY_KIND, FULL: YARN},
+            "rope_parameters": {**ROPE_BY_LAYER_TYPE, FULL: YARN},
         },
         NO_BIAS,
     ),
@@ -202,7 +203,7 @@ TEXTS = {
     "gpt_oss": Row(
         {
             "head_dim": 12,
-            "intermediate_size": 64,  # a multiple of 32, which MXFP4's blocks have
+            "intermediate_size": 64,  # A multiple of 32, the size of an MXFP4 block.
             "num_local_experts": 4,
             "sliding_window": 5,
             "rope_parameters": {**YARN, "truncate": False},
@@ -241,9 +242,9 @@ TEXTS = {
         ({"scoring_func": "softmax"}, '`scoring_func="softmax"` is not supported'),
     ),
 }
-# Encoders: besides BERT of `reference_models`.
+# Encoders. Fields are added to `reference_models.BERT`.
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
-NO_HEAD_OF_ITS_OWN = (
+NO_SEPARATE_HEAD = (
     {"tie_word_embeddings": False},
     "missing vocab_projector.weight",
 )
@@ -260,13 +261,13 @@ MASKED = {
             "dropout": 0.0,
             "attention_dropout": 0.0,
         },
-        NO_HEAD_OF_ITS_OWN,
+        NO_SEPARATE_HEAD,
     ),
     "modernbert": Row(
         {
             "num_hidden_layers": 4,
             "local_attention": 8,
-            "rope_parameters": BY_KIND,
+            "rope_parameters": ROPE_BY_LAYER_TYPE,
             "cls_token_id": 1,
             "sep_token_id": 2,
             "bos_token_id": 1,
@@ -275,7 +276,7 @@ MASKED = {
         ({"norm_bias": True}, "`norm_bias=true` is not supported"),
     ),
 }
-# Encoder–decoders: besides BART of `reference_models`.
+# Encoder–decoders. Fields are added to `reference_models.BART`.
 NO_NORM = {"add_final_layer_norm": False}, "`add_final_layer_norm=false` is not supported"
 PAIRS = {
     "mbart": Row({"scale_embedding": True}, NO_NORM),
@@ -307,8 +308,8 @@ PAIRS = {
     ),
 }
 ROWS = {**TEXTS, **MASKED, **PAIRS}
-# Families whose presets begin with something else than the family's name, regular expressions.
-PRESETS_OF = {
+# Patterns of preset names, for families whose presets do not begin with the family's name.
+PRESET_PATTERNS = {
     "llama": r"llama[\d.]*_",
     "phi3": "phi3_|phi4",
     "gpt_neox": "gpt_neox_|pythia_",
@@ -322,8 +323,8 @@ PRESETS_OF = {
     "m2m_100": "nllb_",
     "xlm-roberta": "xlm_roberta_",
 }
-# Families whose blocks another network of the harness has than most of their kind.
-FORM_OF = {
+# Network in harness/networks.py with the blocks of a family, if it is not the default of its kind.
+NETWORK_FORMS = {
     **dict.fromkeys(("gpt2", "opt"), "causal"),
     "mixtral": "moe",
     "modernbert": "modernbert",
@@ -337,7 +338,7 @@ FORM_OF = {
     "apertus": "apertus",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek"),
 }
-# Families whose default config in `transformers` is a published size, and its preset.
+# Presets that equal the default config of a family in `transformers`.
 DEFAULT_SIZES = {
     "gpt2": "gpt2_small",
     "opt": "opt_125m",
@@ -365,6 +366,6 @@ DEFAULT_SIZES = {
     "distilbert": "distilbert_base",
     "bart": "bart_large",
 }
-# Rows whose adapters are compared with those of `peft`.
+# Models whose adapters are compared with `peft`.
 ADAPTERS = "llama", "mistral", "qwen2", "gpt2", "glm"
 FAMILIES = {name: row.family or name for name, row in ROWS.items()}

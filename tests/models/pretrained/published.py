@@ -15,7 +15,7 @@ import pytest
 
 from tests.models.pretrained import family_rows
 
-FAMILY_OF = {
+MODEL_FAMILIES = {
     "gpt2": "gpt2",
     "llama": "llama",
     "llama_3": "llama",

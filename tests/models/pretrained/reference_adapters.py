@@ -1,11 +1,11 @@
-"""Adapters of `peft` on PyTorch, for the tests: a program that is run by itself.
+"""Program that makes or checks random `peft` adapters on PyTorch.
 
     python reference_adapters.py make MODELS FOLDER
-    python reference_adapters.py check MODELS MADE FOLDER
+    python reference_adapters.py check MODELS REFERENCE FOLDER
 
-`make` gives the models of `reference_models.py` random adapters, saves these before and after three
-steps of SGD, and what they compute in float32. `check` loads those of them that are in
-FOLDER, and compares what they compute with what those computed that were made.
+`make` adds random adapters to the models of `reference_models.py`. It saves them before and after
+three steps of SGD, and their float32 results. `check` loads adapters of the same names from FOLDER
+and compares their logits with the results in REFERENCE.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ TARGETS = {
     "glm_dora": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
 }
 STEPS, LEARNING_RATE = 3, 0.1
-# Of a Llama: fields that are taken, or change nothing of what is loaded; and those that do.
+# Variants of adapters for the Llama model. The last three have unsupported fields.
 BASE = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 VARIANTS = {
     "gaussian": {"init_lora_weights": "gaussian"},
@@ -51,29 +51,29 @@ VARIANTS = {
 }
 
 
-def base(folder, name):
+def load_base_model(folder, name):
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder / name.removesuffix("_dora"), attn_implementation="eager"
     )
 
 
-def logits_of(model, ids):
+def compute_logits(model, ids):
     with torch.no_grad():
         return model(ids).logits.numpy()
 
 
 def make(models, folder):
-    for number, (name, options) in enumerate(TARGETS.items()):
-        torch.manual_seed(number)
+    for seed, (name, options) in enumerate(TARGETS.items()):
+        torch.manual_seed(seed)
         config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **options)
-        model = peft.get_peft_model(base(models, name), config)
+        model = peft.get_peft_model(load_base_model(models, name), config)
         factors = [x for x in model.parameters() if x.requires_grad]
         with torch.no_grad():
             for factor in factors:
                 factor.copy_(torch.randn_like(factor) * 0.1)
         model.save_pretrained(folder / name)
         ids = torch.randint(0, 61, (3, 20))
-        results = {"ids": ids.numpy(), "logits": logits_of(model, ids)}
+        results = {"ids": ids.numpy(), "logits": compute_logits(model, ids)}
         optimizer, losses = torch.optim.SGD(factors, LEARNING_RATE), []
         for _ in range(STEPS):
             loss = model(ids, labels=ids).loss
@@ -87,27 +87,27 @@ def make(models, folder):
 
 
 def make_variants(models, folder):
-    """Save adapters of a Llama by other configs, and the logits of what `peft` loads of them."""
-    for number, (name, options) in enumerate(VARIANTS.items()):
-        torch.manual_seed(number)
+    """Save adapters of the Llama model by `VARIANTS`, and the logits of `peft` after loading them."""
+    for seed, (name, options) in enumerate(VARIANTS.items()):
+        torch.manual_seed(seed)
         config = peft.LoraConfig(task_type="CAUSAL_LM", **{**BASE, **options})
-        model = peft.get_peft_model(base(models, "llama"), config)
+        model = peft.get_peft_model(load_base_model(models, "llama"), config)
         with torch.no_grad():
             for factor in (x for x in model.parameters() if x.requires_grad):
                 factor.add_(torch.randn_like(factor) * 0.1)
         model.save_pretrained(folder / name)
-        loaded = peft.PeftModel.from_pretrained(base(models, "llama"), folder / name)
+        loaded = peft.PeftModel.from_pretrained(load_base_model(models, "llama"), folder / name)
         ids = torch.randint(0, 61, (2, 9))
-        np.savez(folder / f"{name}.npz", ids=ids.numpy(), logits=logits_of(loaded, ids))
+        np.savez(folder / f"{name}.npz", ids=ids.numpy(), logits=compute_logits(loaded, ids))
     fields = {x.name for x in dataclasses.fields(peft.LoraConfig)}
     (folder / "fields.json").write_text(json.dumps([sorted(fields), peft.LoraConfig().to_dict()]))
 
 
-def check(models, made, folder):
+def check(models, reference_folder, folder):
     for name in (path.name for path in folder.iterdir()):
-        model = peft.PeftModel.from_pretrained(base(models, name), folder / name)
-        expected = np.load(made / f"{name}.npz")
-        logits = logits_of(model, torch.tensor(expected["ids"]))
+        model = peft.PeftModel.from_pretrained(load_base_model(models, name), folder / name)
+        expected = np.load(reference_folder / f"{name}.npz")
+        logits = compute_logits(model, torch.tensor(expected["ids"]))
         np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Promise: a rank loads what it will hold and hardly more, and draws no values before."""
+"""A rank loads only its shards, needs little more memory, and draws no initial values."""
 
 import gc
 import math
@@ -35,17 +35,17 @@ VOCAB_SIZE = 4001
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed_bfloat16"])
 
 
-def folder_of(tmp_path):
+def save_llama(tmp_path):
     network = CausalLM(VOCAB_SIZE, **LLAMA, dtype="bfloat16")
     network.build()
     save_pretrained(network, tmp_path / "model", family="llama")
     return tmp_path / "model", {w.path: w.numpy() for w in network.weights}
 
 
-def check(folder, expected, dtype="bfloat16"):
-    """Load a folder; compare values, and what memory it took."""
+def check_loading(folder, expected, dtype="bfloat16"):
+    """Load a folder and check the values and the peak memory."""
     thresholds = gc.get_threshold()
-    gc.set_threshold(700, 10, 10)  # those of Python, which tests raise
+    gc.set_threshold(700, 10, 10)  # Python's defaults. The test suite raises them.
     tracemalloc.start()
     try:
         network = from_pretrained(folder, dtype=dtype)
@@ -55,44 +55,48 @@ def check(folder, expected, dtype="bfloat16"):
         gc.set_threshold(*thresholds)
     for weight in network.weights:
         value = expected[weight.path]
-        found = np.asarray(weight.numpy())[tuple(slice(size) for size in value.shape)]
-        np.testing.assert_array_equal(found.astype("float32"), value.astype("float32"))
-    items = [(math.prod(x.shape), x.value.dtype.size) for x in own_shards(network.weights)]
-    share = sum(number * size for number, size in items)
-    largest = VOCAB_SIZE * LLAMA["hidden_size"] * items[0][1]
-    objects = 5 * 2**18  # of Keras' layers, those of the copy that shapes are of among them
-    assert peak < share + 1.1 * largest + objects, (peak, share, largest)
+        actual = np.asarray(weight.numpy())[tuple(slice(size) for size in value.shape)]
+        np.testing.assert_array_equal(actual.astype("float32"), value.astype("float32"))
+    shards = [(math.prod(x.shape), x.value.dtype.size) for x in own_shards(network.weights)]
+    shard_bytes = sum(count * size for count, size in shards)
+    largest_bytes = VOCAB_SIZE * LLAMA["hidden_size"] * shards[0][1]
+    keras_objects = 5 * 2**18  # Keras layers, including the copy that provides shapes.
+    assert peak < shard_bytes + 1.1 * largest_bytes + keras_objects, (
+        peak,
+        shard_bytes,
+        largest_bytes,
+    )
 
 
 @DTYPES
-def test_on_one_device(dtype, tmp_path, monkeypatch):
-    folder, expected = folder_of(tmp_path)
+def test_one_device_loads_without_extra_memory_or_initial_values(dtype, tmp_path, monkeypatch):
+    folder, expected = save_llama(tmp_path)
     draw = lambda *args, **kwargs: pytest.fail("an initial value was drawn")
     monkeypatch.setattr(initializers.FlattenedInitializer, "__call__", draw)
-    check(folder, expected, dtype)
+    check_loading(folder, expected, dtype)
 
 
 @on_mesh
-def test_on_a_mesh():
-    """Of a vocabulary that is padded, too."""
-    with tempfile.TemporaryDirectory() as made:
-        folder, expected = folder_of(pathlib.Path(made))
+def test_mesh_loads_only_local_shards():
+    """The mesh also pads the vocabulary."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder, expected = save_llama(pathlib.Path(parent))
         start(model_parallel=2, vocab_emb_dp=False)
         for dtype in ("float32", "bfloat16"):
-            check(folder, expected, dtype)
+            check_loading(folder, expected, dtype)
 
 
 @on_ranks("dp2@2x1")
-def test_of_shards_over_the_ranks():
-    with tempfile.TemporaryDirectory() as made:
-        folder, expected = folder_of(pathlib.Path(all_gather_json(made, "folder")[0]))
+def test_zero_3_ranks_load_only_local_shards():
+    with tempfile.TemporaryDirectory() as parent:
+        folder, expected = save_llama(pathlib.Path(all_gather_json(parent, "folder")[0]))
         for dtype in ("float32", "bfloat16"):
             with parallel_config(optimizer_shard=3, parallel_optimizer_threshold=0):
-                check(folder, expected, dtype)
+                check_loading(folder, expected, dtype)
         all_gather_json(0, "loaded")
 
 
-def test_ntk_scaling_is_saved_as_the_base_that_it_takes(tmp_path):
+def test_ntk_scaling_is_saved_as_a_larger_rotary_base(tmp_path):
     network = CausalLM(50, **LLAMA, rotary_scaling={"type": "ntk", "factor": 4.0})
     network.build()
     save_pretrained(network, tmp_path / "model", family="llama")

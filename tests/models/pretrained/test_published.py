@@ -1,4 +1,4 @@
-"""Promise: published models compute, learn and are saved here as `transformers` does it."""
+"""Published models compute, train, generate and are saved as in `transformers`."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ from dtransformer.trainers import Trainer
 from tests.models.pretrained.family_rows import ROWS
 from tests.models.pretrained.published import (
     END,
-    FAMILY_OF,
+    MODEL_FAMILIES,
     NEW_TOKENS,
     PAIRS,
     PROMPTS,
@@ -42,52 +42,54 @@ from tests.models.pretrained.search_cases import RULES, SEARCHED, SEARCHES
 from tests.on_mesh import on_mesh, start
 
 pytestmark = with_transformers
-# Others of their families, which compute in nearly the same way, are in the quick suite.
-TWINS = "llama_3", "mistral", "bert", "t5", *ROWS
+# The quick suite has similar models of the same families.
+LONG_NAMES = "llama_3", "mistral", "bert", "t5", *ROWS
 
-
-# Of rows of families those that together have every new part of blocks are generated in the quick suite.
+# Together these families cover every variant of the blocks.
 GENERATED = "gemma2", "olmo3", "glm4_moe"
 
 
-def each_of(names, quick=()):
-    """Parametrize a test by `name`; of families that have several names one is quick."""
-    long = lambda name: [pytest.mark.long] * (name in TWINS and name not in quick)
+def parametrize_names(names, quick=()):
+    """Parametrize a test by `name`. Names in `LONG_NAMES` but not in `quick` are long tests."""
+    long = lambda name: [pytest.mark.long] * (name in LONG_NAMES and name not in quick)
     return pytest.mark.parametrize("name", [pytest.param(name, marks=long(name)) for name in names])
 
 
-def tensors_of(folder):
-    """Return all tensors of a folder, of one file or several."""
+def load_tensors(folder):
+    """Return the tensors of all files in a folder."""
     files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     return {name: array for file in files for name, array in file.items()}
 
 
-@pytest.mark.parametrize("name", FAMILY_OF)
-def test_logits(name):
+@pytest.mark.parametrize("name", MODEL_FAMILIES)
+def test_logits_match_transformers(name):
     network, expected = loaded(name), results(name)
     inputs, _ = get_batch(expected)
     assert max(errors(network(inputs), expected).values()) < 1e-5
 
 
-@pytest.mark.parametrize("name", FAMILY_OF)
-def test_inputs_by_their_names_there(name):
-    """Padding on the left, by whatever id, is what the mask says that it is."""
+@pytest.mark.parametrize("name", MODEL_FAMILIES)
+def test_hf_input_names_and_left_padding_match_transformers(name):
+    """The mask marks the padding, so the id of the padding does not matter."""
     network, expected = loaded(name), results(name)
     inputs = {
         key.removeprefix("padded/"): value.astype("int32")
         for key, value in expected.items()
         if key.startswith("padded/")
     }
-    own = network(inputs)
-    own = np.asarray(own["masked_lm"] if isinstance(own, dict) else own)
+    output = network(inputs)
+    output = np.asarray(output["masked_lm"] if isinstance(output, dict) else output)
     mask = inputs.get("decoder_attention_mask", inputs["attention_mask"]) > 0
-    theirs = expected["padded"][mask]
-    assert np.abs(own[mask][:, : theirs.shape[-1]] - theirs).max() / np.abs(theirs).max() < 1e-5
+    reference = expected["padded"][mask]
+    assert (
+        np.abs(output[mask][:, : reference.shape[-1]] - reference).max() / np.abs(reference).max()
+        < 1e-5
+    )
 
 
-@each_of(TEXTS, GENERATED)
-def test_what_is_generated(name):
-    """Prompts have different lengths; windows and learned positions end before the texts do."""
+@parametrize_names(TEXTS, GENERATED)
+def test_generated_texts_match_transformers(name):
+    """Prompts have different lengths, and texts are longer than windows and learned positions."""
     network, expected = from_pretrained(published() / name), results(name)
     options = {"max_new_tokens": NEW_TOKENS, "length_penalty": 0.0}
     longest = max(map(len, PROMPTS))
@@ -107,14 +109,16 @@ def test_what_is_generated(name):
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_what_each_search_finds(search):
+def test_searches_match_transformers(search):
     network, expected, options = loaded(SEARCHED), results(SEARCHED), SEARCHES[search]
-    found = network.generate(PROMPTS, NEW_TOKENS, length_penalty=0.0, **options).numpy()
-    found = found.reshape([len(PROMPTS), -1, found.shape[-1]])
+    actual = network.generate(PROMPTS, NEW_TOKENS, length_penalty=0.0, **options).numpy()
+    actual = actual.reshape([len(PROMPTS), -1, actual.shape[-1]])
     stop_ids = options.get("stop_ids", [END])
-    for number in range(len(PROMPTS)):
-        theirs = expected[f"{search}_{number}"]
-        assert [until(stop_ids, x) for x in found[number]] == [until(stop_ids, x) for x in theirs]
+    for index in range(len(PROMPTS)):
+        reference = expected[f"{search}_{index}"]
+        assert [until(stop_ids, x) for x in actual[index]] == [
+            until(stop_ids, x) for x in reference
+        ]
 
 
 @functools.cache
@@ -123,13 +127,13 @@ def loaded(name):
 
 
 def until(stop_ids, ids):
-    """Return ids up to the first that ends a text."""
-    places = [place for place, one in enumerate(ids) if one in stop_ids]
-    return list(ids[: places[0] + 1] if places else ids)
+    """Return the ids up to and including the first stop id."""
+    ends = [i for i, token in enumerate(ids) if token in stop_ids]
+    return list(ids[: ends[0] + 1] if ends else ids)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_of_logits(name):
+def test_logits_rules_match_transformers(name):
     saved = results("rules")
     logits, texts = tf.constant(saved["logits"]), tf.constant(saved["texts"], "int32")
     rule = {
@@ -145,8 +149,8 @@ def test_rules_of_logits(name):
         assert (expected != saved["logits"]).any()
 
 
-@each_of(PAIRS)
-def test_what_is_translated(name):
+@parametrize_names(PAIRS)
+def test_translations_match_transformers(name):
     network, expected = from_pretrained(published() / name), results(name)
     source = expected["generate/source"].astype("int32")
     options = {"max_length": NEW_TOKENS, "length_penalty": 0.0}
@@ -156,10 +160,10 @@ def test_what_is_translated(name):
     np.testing.assert_array_equal(beams, expected["generated_3"])
 
 
-@each_of(FAMILY_OF, ("gemma2", "qwen3_moe"))
-def test_three_steps_of_training(name):
+@parametrize_names(MODEL_FAMILIES, ("gemma2", "qwen3_moe"))
+def test_training_steps_match_transformers(name):
     network, expected = from_pretrained(published() / name), results(name)
-    if name in ("glm4_moe", "deepseek_v3"):  # the router's bias is not trained there
+    if name in ("glm4_moe", "deepseek_v3"):  # `transformers` does not train the router's bias.
         freeze(network, "*/router/bias")
     trainer = Trainer(network)
     batch = get_batch(expected)
@@ -169,71 +173,71 @@ def test_three_steps_of_training(name):
     losses = [float(step()["loss"]) for _ in range(3)]
     np.testing.assert_allclose(losses, expected["losses"], rtol=1e-4)
     after = from_pretrained(published() / f"{name}_after")
-    for own, theirs in zip(network.weights, after.weights, strict=True):
-        scale = np.abs(theirs.numpy()).max()
-        np.testing.assert_allclose(own.numpy(), theirs.numpy(), rtol=0, atol=1e-4 * scale)
+    for weight, reference in zip(network.weights, after.weights, strict=True):
+        scale = np.abs(reference.numpy()).max()
+        np.testing.assert_allclose(weight.numpy(), reference.numpy(), rtol=0, atol=1e-4 * scale)
 
 
-# Families that together have every kind of file.
+# Together these families cover every kind of file.
 SAVED = "gpt2", "mixtral", "bert_sentences", "bart", "t5_gated", "glm4_moe"
 
 
 @pytest.mark.parametrize(
     "names",
-    [SAVED, pytest.param(tuple(FAMILY_OF), marks=pytest.mark.long)],
+    [SAVED, pytest.param(tuple(MODEL_FAMILIES), marks=pytest.mark.long)],
     ids=["some families", "all families"],
 )
-def test_what_is_saved_is_what_was_loaded_and_transformers_loads_it(names, tmp_path):
+def test_saved_models_equal_loaded_models_and_load_in_transformers(names, tmp_path):
     for name in names:
-        family = FAMILY_OF[name]
+        family = MODEL_FAMILIES[name]
         save_pretrained(from_pretrained(published() / name), tmp_path / name, family)
-        found, expected = tensors_of(tmp_path / name), tensors_of(published() / name)
+        actual, expected = load_tensors(tmp_path / name), load_tensors(published() / name)
         is_optional = lambda key, kind=FAMILIES[family]: kind.is_optional(kind.canonical_name(key))
-        assert found.keys() == {key for key in expected if key in found or not is_optional(key)}
-        for key, array in found.items():
+        assert actual.keys() == {key for key in expected if key in actual or not is_optional(key)}
+        for key, array in actual.items():
             np.testing.assert_array_equal(expected[key], array)
-        again = from_pretrained(tmp_path / name)
-        first = from_pretrained(published() / name)
-        assert again.arguments == first.arguments
-        assert again.generation_rules == first.generation_rules
+        reloaded = from_pretrained(tmp_path / name)
+        original = from_pretrained(published() / name)
+        assert reloaded.arguments == original.arguments
+        assert reloaded.generation_rules == original.generation_rules
     check(tmp_path)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_a_family_does_not_have_is_refused(name, tmp_path):
-    fields, told = ROWS[name].refused
+def test_unsupported_fields_of_a_family_raise_an_error(name, tmp_path):
+    fields, message = ROWS[name].unsupported
     shutil.copytree(published() / name, tmp_path / name)
     path = tmp_path / name / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         from_pretrained(path.parent)
 
 
 @on_mesh
-def test_straight_onto_a_mesh():
+def test_models_loaded_onto_a_mesh_match_transformers():
     start(model_parallel=2)
     for name in ("gpt2", "llama_tied", "qwen2", "bert_sentences", "marian"):
         network, expected = from_pretrained(published() / name), results(name)
-        inputs, _ = get_batch(expected)  # of 61 entries: the vocabulary is padded
+        inputs, _ = get_batch(expected)  # The mesh pads the vocabulary of 61 entries.
         outputs = Trainer(network).predict(inputs, verbose=0)
         assert max(errors(outputs, expected).values()) < 1e-5
         if name in TEXTS:
-            found = network.generate(PROMPTS, max_new_tokens=NEW_TOKENS).numpy()
-            np.testing.assert_array_equal(found, expected["generated_1"])
+            actual = network.generate(PROMPTS, max_new_tokens=NEW_TOKENS).numpy()
+            np.testing.assert_array_equal(actual, expected["generated_1"])
         if name in PAIRS:
             source = expected["generate/source"].astype("int32")
-            found = network.generate(source, max_length=NEW_TOKENS).numpy()
-            np.testing.assert_array_equal(found, expected["generated_1"])
+            actual = network.generate(source, max_length=NEW_TOKENS).numpy()
+            np.testing.assert_array_equal(actual, expected["generated_1"])
 
 
-def test_arguments_replace_those_of_the_config():
+def test_arguments_override_the_config():
     network = from_pretrained(published() / "llama", dropout_rate=0.1, dtype="mixed_bfloat16")
     assert network.arguments["dropout_rate"] == 0.1
     assert network.compute_dtype == "bfloat16"
 
 
-def test_an_older_config_says_the_same(tmp_path):
-    """Before version 5 of `transformers` rotary positions had fields of another form."""
+def test_older_rope_fields_give_the_same_arguments(tmp_path):
+    """`transformers` 5 renamed the config fields of rotary positions."""
     for path in (published() / "llama_3").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())

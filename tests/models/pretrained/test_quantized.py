@@ -1,4 +1,4 @@
-"""Promise: weights of few bits are read as what `transformers` makes of them, and saved as floats."""
+"""Quantized weights are read with the values of `transformers` and saved as floats."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ CONFIG = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_conve
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the small gpt-oss whose experts are MXFP4, and theirs as floats, by names."""
+    """Folder of a small gpt-oss model with MXFP4 experts, and a dict of their float values."""
     folder = tmp_path / "mxfp4"
     shutil.copytree(published() / "gpt_oss", folder)
     tensors, rng, floats = load_file(folder / "model.safetensors"), np.random.default_rng(0), {}
@@ -29,7 +29,7 @@ def folder(tmp_path):
         blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), "uint8")
         scales = rng.integers(118, 128, (experts, outputs, inputs // 32), "uint8")
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        floats[name] = np.stack([mxfp4_values(*both) for both in zip(blocks, scales)])
+        floats[name] = np.stack([mxfp4_values(*pair) for pair in zip(blocks, scales)])
     save_file(tensors, folder / "model.safetensors")
     change_config(folder, **CONFIG)
     return folder, floats
@@ -40,29 +40,29 @@ def change_config(folder, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def test_values_are_those_of_transformers():
-    """All bytes, and scales up to the largest that values have."""
+def test_mxfp4_values_match_transformers():
+    """The values include all bytes, and scales up to the largest."""
     saved = results("mxfp4")
-    found = np.stack([mxfp4_values(*both) for both in zip(saved["blocks"], saved["scales"])])
-    np.testing.assert_array_equal(found.astype("float32"), saved["values"])
+    actual = np.stack([mxfp4_values(*pair) for pair in zip(saved["blocks"], saved["scales"])])
+    np.testing.assert_array_equal(actual.astype("float32"), saved["values"])
 
 
-def test_values_in_fp8_are_those_of_transformers():
+def test_fp8_values_match_transformers():
     saved = results("fp8")
-    found = fp8_values(saved["elements"], saved["scales"])
-    np.testing.assert_array_equal(found, saved["values"])
+    actual = fp8_values(saved["elements"], saved["scales"])
+    np.testing.assert_array_equal(actual, saved["values"])
 
 
-def test_a_network_in_fp8_is_read(tmp_path):
-    """Blocks at the ends of a matrix are smaller ones, as those of DeepSeek-V3's latents are."""
+def test_fp8_network_is_read_and_saved_as_floats(tmp_path):
+    """Blocks at the edges of a matrix may be smaller, as in the latents of DeepSeek-V3."""
     folder = tmp_path / "fp8"
     shutil.copytree(published() / "deepseek_v3", folder)
-    tensors, own = load_file(folder / "model.safetensors"), {}
-    for number, name in enumerate([x for x in tensors if "_proj" in x]):
+    tensors, stored = load_file(folder / "model.safetensors"), {}
+    for index, name in enumerate([x for x in tensors if "_proj" in x]):
         elements = tensors[name].astype(ml_dtypes.float8_e4m3fn)
-        own |= {name: elements, f"{name}_scale_inv": np.full((1, 1), 0.5 + number, "float32")}
-        tensors[name] = elements.astype("float32") * np.float32(0.5 + number)
-    save_file({**tensors, **own}, folder / "model.safetensors")
+        stored |= {name: elements, f"{name}_scale_inv": np.full((1, 1), 0.5 + index, "float32")}
+        tensors[name] = elements.astype("float32") * np.float32(0.5 + index)
+    save_file({**tensors, **stored}, folder / "model.safetensors")
     change_config(
         folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
     )
@@ -83,7 +83,7 @@ def test_a_network_in_fp8_is_read(tmp_path):
         from_pretrained(folder)
 
 
-def test_a_network_is_read_and_saved_as_floats(folder, tmp_path):
+def test_mxfp4_network_is_read_and_saved_as_floats(folder, tmp_path):
     folder, floats = folder
     network = from_pretrained(folder)
     save_pretrained(network, tmp_path / "floats")
@@ -95,7 +95,7 @@ def test_a_network_is_read_and_saved_as_floats(folder, tmp_path):
     np.testing.assert_array_equal(network(ids), from_pretrained(tmp_path / "floats")(ids))
 
 
-def test_experts_are_read_one_by_one(folder):
+def test_mxfp4_experts_can_be_read_separately(folder):
     folder, floats = folder
     content = PretrainedFolder(folder)
     for name, values in floats.items():
@@ -103,7 +103,7 @@ def test_experts_are_read_one_by_one(folder):
         np.testing.assert_array_equal(content[name][1:3], values[1:3])
 
 
-def test_what_does_not_fit_is_refused(folder):
+def test_unsupported_or_invalid_quantization_raises_an_error(folder):
     folder, floats = folder
     path, name = folder / "model.safetensors", next(iter(floats))
     change_config(folder, quantization_config={"quant_method": "awq"})
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused(folder):
     save_file({**tensors, f"{name}_scales": tensors[f"{name}_scales"][:1]}, path)
     with pytest.raises(InputError, match=r"_blocks has shape \(4, .*_scales with shape \(1, "):
         from_pretrained(folder)
-    tensors[f"{name}_scales"][0, 0, 0] = 255  # which is no number
+    tensors[f"{name}_scales"][0, 0, 0] = 255  # The scale 255 means NaN.
     save_file(tensors, path)
     with pytest.raises(InputError, match=f"{name} has values that are not finite"):
         from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Promise: published models that label sequences or tokens compute, load and save as `transformers`."""
+"""Classifiers and embedding models compute, load and are saved as in `transformers`."""
 
 import json
 import shutil
@@ -40,8 +40,8 @@ FORMS = {
         (SEQUENCE, TOKENS),
     ),
 }
-# Others of decoders, whose heads are alike: in the long suite.
-ALIKE = {
+# Decoders with the same kinds of heads belong to the long suite.
+LONG_FORMS = {
     base: (f"{base}Config", {**DECODER, "head_dim": 8, **IDS}, endings)
     for endings, names in (
         ((SEQUENCE,), ("Olmo2", "Olmo3")),
@@ -59,27 +59,31 @@ ALIKE = {
 _LATENTS = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 _LATENTS |= {"num_key_value_heads": 2, "q_lora_rank": None, "num_experts_per_tok": 2}
 _LATENTS |= {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
-ALIKE["Gemma3Text"] = ("Gemma3TextConfig", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE,))
-ALIKE["GptOss"] = ("GptOssConfig", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE, TOKENS))
-ALIKE["DeepseekV2"] = ("DeepseekV2Config", {**DECODER, **_LATENTS, **IDS}, (SEQUENCE,))
-ALIKE["DeepseekV3"] = ("DeepseekV3Config", {**DECODER, **_LATENTS, **IDS}, (SEQUENCE, TOKENS))
-ALIKE["HunYuanDenseV1"] = ("HunYuanDenseV1Config", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE,))
+LONG_FORMS["Gemma3Text"] = ("Gemma3TextConfig", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE,))
+LONG_FORMS["GptOss"] = ("GptOssConfig", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE, TOKENS))
+LONG_FORMS["DeepseekV2"] = ("DeepseekV2Config", {**DECODER, **_LATENTS, **IDS}, (SEQUENCE,))
+LONG_FORMS["DeepseekV3"] = ("DeepseekV3Config", {**DECODER, **_LATENTS, **IDS}, (SEQUENCE, TOKENS))
+LONG_FORMS["HunYuanDenseV1"] = (
+    "HunYuanDenseV1Config",
+    {**DECODER, "head_dim": 8, **IDS},
+    (SEQUENCE,),
+)
 _OPT = {**DECODER, "ffn_dim": 32, "word_embed_proj_dim": 16, **IDS}
-ALIKE["OPT"] = ("OPTConfig", _OPT, (SEQUENCE,))
-ALIKE["Falcon"] = ("FalconConfig", {**DECODER, **IDS}, (SEQUENCE, TOKENS))
-FORMS |= ALIKE
+LONG_FORMS["OPT"] = ("OPTConfig", _OPT, (SEQUENCE,))
+LONG_FORMS["Falcon"] = ("FalconConfig", {**DECODER, **IDS}, (SEQUENCE, TOKENS))
+FORMS |= LONG_FORMS
 NAMES = [
-    pytest.param(base + ending, marks=[pytest.mark.long] * (base in ALIKE))
+    pytest.param(base + ending, marks=[pytest.mark.long] * (base in LONG_FORMS))
     for base, (_, _, endings) in FORMS.items()
     for ending in endings
 ]
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """A function of a class' name that returns the folder of one with random weights."""
+def save_random_model(tmp_path_factory):
+    """Function that saves a random model of a class by name and returns its folder."""
 
-    def made(name):
+    def save(name):
         base = name.partition("For")[0]
         kind, sizes, _ = FORMS[base]
         torch.manual_seed(0)
@@ -88,36 +92,38 @@ def folder_of(tmp_path_factory):
         getattr(transformers, name)(config).eval().save_pretrained(folder)
         return folder
 
-    return made
+    return save
 
 
-def texts(pad_id):
-    """Ids [3, 7] of texts of three lengths, and where there are tokens."""
+def padded_ids(pad_id):
+    """Return ids [3, 7] of texts of three lengths, and a mask that is 1 at tokens."""
     ids = np.random.default_rng(0).integers(3, 40, (3, 7))
     mask = np.arange(7) < np.array([[7], [4], [5]])
     return np.where(mask, ids, pad_id), mask.astype("int32")
 
 
-def expected(folder, name, ids, mask):
+def run_transformers(folder, name, ids, mask):
     model = getattr(transformers, name).from_pretrained(folder).eval()
     with torch.no_grad():
-        given = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-        return model(**given).logits.numpy(), model.config
+        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        return model(**inputs).logits.numpy(), model.config
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_files_and_labels(name, folder_of, tmp_path):
-    folder = folder_of(name)
+def test_logits_files_and_labels_match_transformers(name, save_random_model, tmp_path):
+    folder = save_random_model(name)
     network = from_pretrained(folder)
-    ids, mask = texts(network.pad_id)
-    logits, _ = expected(folder, name, ids, mask)
-    found = network({"tokens": ids, "attention_mask": mask}).numpy()
-    is_seen = mask[..., None] if name.endswith(TOKENS) else np.ones((3, 1))
-    np.testing.assert_allclose(found * is_seen, logits * is_seen, rtol=0, atol=PARITY_LOGITS)
+    ids, mask = padded_ids(network.pad_id)
+    logits, _ = run_transformers(folder, name, ids, mask)
+    actual = network({"tokens": ids, "attention_mask": mask}).numpy()
+    is_compared = mask[..., None] if name.endswith(TOKENS) else np.ones((3, 1))
+    np.testing.assert_allclose(
+        actual * is_compared, logits * is_compared, rtol=0, atol=PARITY_LOGITS
+    )
 
     save_pretrained(network, tmp_path / "saved")
-    again, config = expected(tmp_path / "saved", name, ids, mask)
-    np.testing.assert_array_equal(again, logits)
+    reloaded, config = run_transformers(tmp_path / "saved", name, ids, mask)
+    np.testing.assert_array_equal(reloaded, logits)
     assert config.architectures == [name] and config.id2label == LABELS
     before, after = (load_file(x / "model.safetensors") for x in (folder, tmp_path / "saved"))
     assert before.keys() == after.keys()
@@ -127,7 +133,7 @@ def test_logits_files_and_labels(name, folder_of, tmp_path):
 
 @pytest.mark.parametrize("mode, normalizes", [("mean_tokens", True), ("cls_token", False)])
 @pytest.mark.parametrize("base", ["Bert", "XLMRoberta", "DistilBert", "Qwen3"])
-def test_vectors_of_sentence_transformers(base, mode, normalizes, tmp_path):
+def test_sentence_transformers_vectors_match(base, mode, normalizes, tmp_path):
     kind, sizes, _ = FORMS[base]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**sizes)
@@ -137,14 +143,14 @@ def test_vectors_of_sentence_transformers(base, mode, normalizes, tmp_path):
     modules = ["Transformer", "Pooling", *["Normalize"] * normalizes]
     paths = ["", "1_Pooling", "2_Normalize"]
     types = [f"sentence_transformers.models.{name}" for name in modules]
-    listed = [{"type": name, "path": path} for name, path in zip(types, paths)]
-    (folder / "modules.json").write_text(json.dumps(listed))
+    module_list = [{"type": name, "path": path} for name, path in zip(types, paths)]
+    (folder / "modules.json").write_text(json.dumps(module_list))
     (folder / "1_Pooling").mkdir()
     pooling = {f"pooling_mode_{mode}": True, "pooling_mode_max_tokens": False}
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
 
     network = from_pretrained(folder)
-    ids, mask = texts(network.pad_id)
+    ids, mask = padded_ids(network.pad_id)
     with torch.no_grad():
         states = model(torch.tensor(ids), torch.tensor(mask)).last_hidden_state.numpy()
     weights = mask / mask.sum(1, keepdims=True) if "mean" in mode else np.eye(7)[[0, 0, 0]]
@@ -155,22 +161,22 @@ def test_vectors_of_sentence_transformers(base, mode, normalizes, tmp_path):
     np.testing.assert_allclose(network(inputs), vectors, rtol=0, atol=PARITY_LOGITS)
 
     save_pretrained(network, tmp_path / "saved")
-    again = getattr(transformers, f"{base}Model").from_pretrained(tmp_path / "saved").eval()
+    reloaded = getattr(transformers, f"{base}Model").from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():
-        found = again(torch.tensor(ids), torch.tensor(mask)).last_hidden_state.numpy()
-    np.testing.assert_array_equal(found, states)
+        actual = reloaded(torch.tensor(ids), torch.tensor(mask)).last_hidden_state.numpy()
+    np.testing.assert_array_equal(actual, states)
     np.testing.assert_allclose(from_pretrained(tmp_path / "saved")(inputs), network(inputs))
     saved = json.loads((tmp_path / "saved/modules.json").read_text())
     assert [x["type"] for x in saved] == types
 
 
-def test_a_name_that_is_taken_keeps_its_modules(folder_of, tmp_path):
-    """Other pooling, of the same weights, is a folder beside it, whole; nothing is left half."""
+def test_different_pooling_is_saved_to_a_second_folder(save_random_model, tmp_path):
+    """A network with other pooling is saved to a second folder, even if its weights are the same."""
     target, pooling = tmp_path / "saved", "1_Pooling/config.json"
-    for number, way in enumerate(("mean", "first", "mean")):
-        network = from_pretrained(folder_of("BertForTokenClassification"))
-        with_task_head(network, PoolingHead(way, normalize=False))
-        if number == 1:
+    for index, pooling_mode in enumerate(("mean", "first", "mean")):
+        network = from_pretrained(save_random_model("BertForTokenClassification"))
+        with_task_head(network, PoolingHead(pooling_mode, normalize=False))
+        if index == 1:
             with pytest.warns(UserWarning, match="already exists and was not changed"):
                 assert save_pretrained(network, target) == tmp_path / "saved-2"
         else:
@@ -181,26 +187,28 @@ def test_a_name_that_is_taken_keeps_its_modules(folder_of, tmp_path):
     assert sorted(path.name for path in target.iterdir() if path.is_dir()) == ["1_Pooling"]
 
 
-def test_modules_that_are_not_built_are_named(folder_of):
-    folder = folder_of("BertForTokenClassification")
+def test_unsupported_modules_raise_an_error(save_random_model):
+    folder = save_random_model("BertForTokenClassification")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
-    listed = [{"type": f"x.{name}", "path": ""} for name in ("Transformer", "Pooling", "Dense")]
-    (folder / "modules.json").write_text(json.dumps(listed))
+    module_list = [
+        {"type": f"x.{name}", "path": ""} for name in ("Transformer", "Pooling", "Dense")
+    ]
+    (folder / "modules.json").write_text(json.dumps(module_list))
     with pytest.raises(InputError, match="The modules must be .*, got Transformer, Pooling, Dense"):
         from_pretrained(folder)
 
 
-def test_a_head_of_another_form_is_refused(folder_of, tmp_path):
-    network = from_pretrained(folder_of("BertForTokenClassification"))
+def test_saving_an_unsupported_head_raises_an_error(save_random_model, tmp_path):
+    network = from_pretrained(save_random_model("BertForTokenClassification"))
     with_task_head(network, SequenceHead(3, pooling="mean"))
     with pytest.raises(InputError, match="have no SequenceHead with"):
         save_pretrained(network, tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
 
 
-def test_a_class_without_a_form_is_refused(folder_of):
-    folder = folder_of("Olmo2ForSequenceClassification")
+def test_loading_an_unsupported_head_class_raises_an_error(save_random_model):
+    folder = save_random_model("Olmo2ForSequenceClassification")
     config = json.loads((folder / "config.json").read_text())
     config["architectures"] = ["Olmo2ForTokenClassification"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -210,27 +218,30 @@ def test_a_class_without_a_form_is_refused(folder_of):
         from_pretrained(folder)
 
 
-def test_padding_that_is_the_end_token(folder_of, tmp_path):
-    """No padding for attention, but for pooling; and it is written again."""
+def test_end_token_as_padding_matches_transformers(save_random_model, tmp_path):
+    """Attention includes the token and pooling ignores it. The id is saved with the network."""
     name, folder = "LlamaForSequenceClassification", tmp_path / "given"
-    shutil.copytree(folder_of(name), folder)
+    shutil.copytree(save_random_model(name), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 2}))
     network = from_pretrained(folder)
-    ids, mask = texts(2)
-    ids[0, -2:] = 2  # an end that is no padding
-    logits, _ = expected(folder, name, ids, mask)
+    ids, mask = padded_ids(2)
+    ids[0, -2:] = 2  # These end tokens belong to the text.
+    logits, _ = run_transformers(folder, name, ids, mask)
     for inputs in (ids, {"tokens": ids, "attention_mask": mask}):
         np.testing.assert_allclose(network(inputs), logits, rtol=0, atol=PARITY_LOGITS)
-    again, config = expected(save_pretrained(network, tmp_path / "saved"), name, ids, mask)
-    np.testing.assert_array_equal(again, logits)
+    reloaded, config = run_transformers(
+        save_pretrained(network, tmp_path / "saved"), name, ids, mask
+    )
+    np.testing.assert_array_equal(reloaded, logits)
     assert config.pad_token_id == 2
     with_task_head(network, new_head(network, SEQUENCE, ["bad", "good"]))
-    _, config = expected(save_pretrained(network, tmp_path / "new"), name, ids, mask)
+    _, config = run_transformers(save_pretrained(network, tmp_path / "new"), name, ids, mask)
     assert config.pad_token_id == network.end_id == 2
 
 
-DROPOUTS = {  # of networks whose configs say nothing of it
+# Dropout rates before the head if the config has only the given fields.
+DROPOUTS = {
     "LlamaForSequenceClassification": (0.0, {}),
     "LlamaForTokenClassification": (0.1, {}),
     "GPT2ForSequenceClassification": (0.0, {}),
@@ -243,11 +254,11 @@ DROPOUTS = {  # of networks whose configs say nothing of it
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_dropout_before_labels(name, folder_of, tmp_path):
-    """Of each class its own rate there, in the folder that is saved, too."""
+def test_classifier_dropout_is_read_and_saved(name, save_random_model, tmp_path):
+    """Classes have different default rates in `transformers`. Saving keeps the rate."""
     rate, fields = DROPOUTS[name]
     folder = tmp_path / "given"
-    shutil.copytree(folder_of(name), folder)
+    shutil.copytree(save_random_model(name), folder)
     config = json.loads((folder / "config.json").read_text())
     for field in ("classifier_dropout", "seq_classif_dropout"):
         config.pop(field, None)
@@ -257,21 +268,21 @@ def test_dropout_before_labels(name, folder_of, tmp_path):
     assert [x.p for x in layers.values()] == ([rate] if layers else [])
     network = from_pretrained(folder)
     assert network.head.dropout_rate == rate
-    again = from_pretrained(save_pretrained(network, tmp_path / "saved"))
-    assert again.head.dropout_rate == rate
-    assert again.arguments["dropout_rate"] == network.arguments["dropout_rate"]
+    reloaded = from_pretrained(save_pretrained(network, tmp_path / "saved"))
+    assert reloaded.head.dropout_rate == rate
+    assert reloaded.arguments["dropout_rate"] == network.arguments["dropout_rate"]
 
 
-def test_the_kind_of_labels_is_written_again(folder_of, tmp_path):
-    """Logits are the same whatever it is; pipelines of `transformers` ask for it."""
+def test_problem_type_and_sentence_configs_are_saved(save_random_model, tmp_path):
+    """The problem type does not change logits, but pipelines of `transformers` read it."""
     folder = tmp_path / "given"
-    shutil.copytree(folder_of("BertForSequenceClassification"), folder)
+    shutil.copytree(save_random_model("BertForSequenceClassification"), folder)
     config = json.loads((folder / "config.json").read_text())
     config["problem_type"] = "multi_label_classification"
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "sentence_bert_config.json").write_text("{}")
     (folder / "config_sentence_transformers.json").write_text("{}")
     saved = save_pretrained(from_pretrained(folder), tmp_path / "saved")
-    again = json.loads((saved / "config.json").read_text())
-    assert again["problem_type"] == "multi_label_classification"
+    reloaded = json.loads((saved / "config.json").read_text())
+    assert reloaded["problem_type"] == "multi_label_classification"
     assert len([*saved.glob("*sentence_*.json")]) == 2

@@ -6,7 +6,16 @@ import numpy as np
 
 from dtransformer.models import CausalLM
 from dtransformer.parallel.context_parallel.plan import make_plan
-from tests.on_mesh import HIDDEN, ROWS, TARGET_LENGTH, VOCAB_SIZE, on_mesh, start, stop, trainer_of
+from tests.on_mesh import (
+    HIDDEN,
+    ROWS,
+    TARGET_LENGTH,
+    VOCAB_SIZE,
+    make_trainer,
+    on_mesh,
+    start,
+    stop,
+)
 from tests.parallel.context_parallel.formula import elements_sent
 
 HEADS, SHARDS = 4, 2
@@ -22,7 +31,7 @@ ALL_TO_ALLS = {
 def train_and_report(mode):
     start(model_parallel=1, context_parallel=SHARDS, context_parallel_mode=mode)
     sizes = {"hidden_size": HIDDEN, "num_heads": HEADS, "num_layers": 1}
-    trainer = trainer_of(CausalLM(VOCAB_SIZE, dropout_rate=0.0, **sizes))
+    trainer = make_trainer(CausalLM(VOCAB_SIZE, dropout_rate=0.0, **sizes))
     ids = np.random.default_rng(0).integers(4, VOCAB_SIZE, (ROWS, TARGET_LENGTH), "int32")
     trainer.train_on_batch(ids, ids)
     report = trainer.communication_report(), str(trainer.memory_report())

@@ -105,12 +105,12 @@ def test_formula_matches_published_volumes():
         assert elements_sent(plan, b, n, m, d) == striped
 
 
-def test_a_length_that_shards_do_not_divide():
+def test_indivisible_length_raises_an_error():
     with pytest.raises(ValueError, match="`context_parallel=4` must divide .* got 30. Pad .* 32"):
         make_plan("auto", 4, (1, 8, 30, 4), (1, 8, 30, 4), True, False)
 
 
 @pytest.mark.parametrize("n, m", [(6, 6), (8, 3), (2, 2)])
-def test_heads_that_shards_do_not_divide(n, m):
+def test_indivisible_heads_raise_an_error(n, m):
     with pytest.raises(ValueError, match="'ulysses'` divides heads.*=4`, .* Set .*'all_gather'"):
         check_heads(n, m, 4)

@@ -9,19 +9,19 @@ from dtransformer.layers import MultiHeadAttention
 from dtransformer.models import CausalLM
 from tests.on_mesh import (
     losses,
+    make_trainer,
     network,
     on_mesh,
     raises,
     start,
     stop,
-    trainer_of,
 )
 from tests.tolerances import TRAINING_16_BIT
 
 
 def train(options=None, **fields):
     start(model_parallel=1, context_parallel=2, **fields)
-    step_losses = losses(trainer_of(network(**(options or {}))), s=16)
+    step_losses = losses(make_trainer(network(**(options or {}))), s=16)
     stop()
     return step_losses
 
@@ -32,14 +32,14 @@ def test_recompute_repeats_the_dropout_masks():
     without_recompute = train(options, context_parallel_mode="all_gather")
     with_recompute = train(options, context_parallel_mode="all_gather", recompute=True)
     np.testing.assert_allclose(with_recompute, without_recompute, rtol=1e-6)
-    (loss_without_dropout,) = losses(trainer_of(network()), steps=1, s=16)
+    (loss_without_dropout,) = losses(make_trainer(network()), steps=1, s=16)
     assert abs(without_recompute[0] / loss_without_dropout - 1) > 1e-4
 
 
 @pytest.mark.long
 @on_mesh
 def test_16_bit_losses_match_float32():
-    expected = losses(trainer_of(network()), s=16)
+    expected = losses(make_trainer(network()), s=16)
     keras.config.set_dtype_policy("mixed_bfloat16")
     actual = train(context_parallel_mode="ring")
     keras.config.set_dtype_policy("float32")
@@ -52,7 +52,7 @@ def test_rejects_a_length_that_shards_do_not_divide_before_a_step():
     model = CausalLM(30, hidden_size=16, num_heads=2, num_layers=1)
     ids = np.ones((2, 15), "int32")
     words = ["context_parallel=2", "15", "Pad", "16"]
-    raises(ValueError, words, lambda: trainer_of(model).train_on_batch(ids, ids))
+    raises(ValueError, words, lambda: make_trainer(model).train_on_batch(ids, ids))
 
 
 @pytest.mark.parametrize(

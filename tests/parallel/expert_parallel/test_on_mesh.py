@@ -103,7 +103,7 @@ def test_outputs_and_gradients_match_one_device():
 
 @pytest.mark.long
 @on_mesh
-def test_outputs_and_gradients_of_other_routers_are_those_of_one_device():
+def test_outputs_and_gradients_of_other_routers_match_one_device():
     assert_matches_one_device([CASES[0], CASES[2]])
 
 

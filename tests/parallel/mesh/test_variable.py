@@ -12,12 +12,12 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import own_shards
 from tests.on_mesh import (
     HIDDEN,
+    make_trainer,
     network,
     on_mesh,
     raises,
     start,
     stop,
-    trainer_of,
 )
 
 
@@ -25,7 +25,7 @@ from tests.on_mesh import (
 def test_each_device_stores_only_its_shards():
     start(model_parallel=4, vocab_emb_dp=False)
     model = network()
-    plan = trainer_of(model).plan()
+    plan = make_trainer(model).plan()
     for row, variable in zip(plan.rows, model.variables):
         for shard in variable.shards:
             assert shard.numpy().nbytes == row.bytes_per_device, row

@@ -124,7 +124,7 @@ def test_layers_with_equal_names_are_distinguished():
     assert_chunks_give(network, X, dataflow, expected)
 
 
-def test_extra_layer_beside_a_network_is_placed():
+def test_extra_layer_outside_a_network_is_placed():
     class WithMore(TranslationTransformer):
         def __init__(self, **kwargs):
             super().__init__(20, hidden_size=8, num_heads=2, dropout_rate=0.0, **kwargs)

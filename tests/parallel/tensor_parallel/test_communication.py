@@ -11,16 +11,16 @@ from tests.on_mesh import (
     TARGET_LENGTH,
     VOCAB_SIZE,
     losses,
+    make_trainer,
     on_mesh,
     report_after_a_step,
-    sent_by,
+    sent_collectives,
     start,
-    trainer_of,
 )
 
 
 @on_mesh
-def test_blocks_send_what_the_theory_says():
+def test_block_communication_matches_the_formula():
     report = report_after_a_step({"decoder_layers": 2}, model_parallel=4)
     of_decoder = 3, TARGET
     blocks = {
@@ -29,7 +29,7 @@ def test_blocks_send_what_the_theory_says():
         "decoder/block_1": of_decoder,
     }
     for block, (parts, entries) in blocks.items():
-        assert sent_by(report, block) == [
+        assert sent_collectives(report, block) == [
             *[("backward", "all-reduce", entries)] * parts,
             *[("forward", "all-reduce", entries)] * parts,
         ]
@@ -41,7 +41,7 @@ def test_blocks_send_what_the_theory_says():
     for part in ("loss", "accuracy"):
         assert report.of_layer(part)
         assert all(c.elements == ROWS * TARGET_LENGTH for c in report.of_layer(part)), part
-    assert sent_by(report, "head") == [("backward", "all-reduce", TARGET)]
+    assert sent_collectives(report, "head") == [("backward", "all-reduce", TARGET)]
     assert {(c.over, c.group_size) for c in report.collectives} == {("model", 4)}
     sent = sum(c.bytes_sent for c in report.of_layer("encoder/block_0"))
     assert sent == 4 * SOURCE * 4 * 2 * 3 // 4, "a ring of four sends 2·3/4 of each tensor"
@@ -58,11 +58,13 @@ def test_sequence_parallelism_replaces_large_all_reduces():
         if c.sent_as == "all-reduce" and c.elements > ROWS * TARGET_LENGTH
     ]
     assert not large, large
-    kinds = [entry[:2] for entry in sent_by(report, "encoder/block_0")]
+    kinds = [entry[:2] for entry in sent_collectives(report, "encoder/block_0")]
     assert kinds.count(("forward", "all-to-all")) == 4, "two gathers and two scatters"
     assert kinds.count(("backward", "all-to-all")) == 4
     # Scales and offsets of norms and biases after the sums are vectors of the hidden size.
-    small = [entry for entry in sent_by(report, "encoder/block_0") if entry[1] == "all-reduce"]
+    small = [
+        entry for entry in sent_collectives(report, "encoder/block_0") if entry[1] == "all-reduce"
+    ]
     assert {entry[2] for entry in small} == {HIDDEN}
     volume = report.summed_elements("encoder/block_0") - sum(entry[2] for entry in small)
     assert volume == 4 * SOURCE, "the volume must equal the volume of all-reduces"
@@ -71,8 +73,8 @@ def test_sequence_parallelism_replaces_large_all_reduces():
 @on_mesh
 def test_row_sharded_embedding_sends_one_all_reduce_per_lookup():
     report = report_after_a_step(vocab_emb_dp=False)
-    assert sent_by(report, "source_embedding") == [("forward", "all-reduce", SOURCE)]
-    assert sent_by(report, "target_embedding") == [("forward", "all-reduce", TARGET)]
+    assert sent_collectives(report, "source_embedding") == [("forward", "all-reduce", SOURCE)]
+    assert sent_collectives(report, "target_embedding") == [("forward", "all-reduce", TARGET)]
 
 
 class ManualHead(keras.Model):
@@ -91,7 +93,7 @@ class ManualHead(keras.Model):
 @on_mesh
 def test_logits_of_a_manual_head_stay_sharded():
     start(data_parallel=2, vocab_emb_dp=False)
-    trainer = trainer_of(ManualHead())
+    trainer = make_trainer(ManualHead())
     losses(trainer, steps=1)
     report = trainer.communication_report()
     loss_collectives = [c for part in ("loss", "accuracy") for c in report.of_layer(part)]

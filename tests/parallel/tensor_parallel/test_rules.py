@@ -16,25 +16,25 @@ from tests.on_mesh import (
     HIDDEN,
     VOCAB_SIZE,
     losses,
-    losses_alone,
+    losses_without_mesh,
+    make_trainer,
     network,
     on_mesh,
     raises,
     start,
     stop,
-    trainer_of,
 )
 
 
 @on_mesh
 def test_shard_method_overrides_rules_of_one_layer():
-    expected = losses_alone()
+    expected = losses_without_mesh()
     start()
     model = translation_model(VOCAB_SIZE, hidden_size=HIDDEN, num_heads=4)
     block = model.transformer.encoder.blocks[0]
     block.feed_forward.shard(mlp=None)
     model.build()
-    trainer = trainer_of(model)
+    trainer = make_trainer(model)
     np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
     assert not any(block.feed_forward.mapping_kernel.specs)
     assert any(model.transformer.decoder.blocks[0].feed_forward.mapping_kernel.specs)
@@ -48,10 +48,10 @@ def test_shard_method_overrides_rules_of_one_layer():
 
 @on_mesh
 def test_parallel_rules_override_the_defaults():
-    expected = losses_alone()
+    expected = losses_without_mesh()
     start(parallel_rules={"mlp": None, "vocab": None})
     model = network()
-    np.testing.assert_allclose(losses(trainer_of(model)), expected, rtol=PARITY_LOSS)
+    np.testing.assert_allclose(losses(make_trainer(model)), expected, rtol=PARITY_LOSS)
     sharded_axes = {
         name for v in model.variables for name, axis in zip(v.logical_axes, v.specs) if axis
     }
@@ -112,7 +112,7 @@ def test_rejects_invalid_rules():
     raises(ValueError, ["query_kernel", "sharded twice", "'model'"], network)
     stop()
     start(parallel_rules={"positoin": None})
-    raises(ValueError, ["'positoin'", "no weight"], lambda: losses(trainer_of(network())))
+    raises(ValueError, ["'positoin'", "no weight"], lambda: losses(make_trainer(network())))
     stop()
     start(model_parallel=4, parallel_rules={"norm": "model", "heads": None})
     layer = layers.LayerNorm()

@@ -9,7 +9,7 @@ import pytest
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 
 
-def test_the_outer_wait_is_told_with_those_who_are_waited_for():
+def test_outer_wait_is_reported_with_its_ranks():
     recorder = ActivityTracker()
     with recorder.doing("validating"), recorder.waiting("the barrier", [1, 2]):
         with recorder.waiting("an all-reduce", [1]):

@@ -53,7 +53,7 @@ class Job:
         doing, gates = self.doing[rank], self.gates[rank]
         return Watchdog(rank, HOSTS, link, stall_seconds, doing, gates, end)
 
-    def wait_until_known(self):
+    def wait_for_heartbeats(self):
         """Wait until rank 0 has received a heartbeat of every rank, and every rank one of rank 0."""
         states = [state for dog in self.watchdogs for state in dog._watch._ranks.values()]
         end = time.monotonic() + 30
@@ -68,13 +68,13 @@ class Job:
 @pytest.fixture
 def job(request):
     job = Job(getattr(request, "param", 50))
-    job.wait_until_known()
+    job.wait_for_heartbeats()
     yield job
     for watchdog in reversed(job.watchdogs):
         watchdog.leave()
 
 
-def test_regular_exit_reports_nothing(job):
+def test_regular_exit_reports_no_failure(job):
     for watchdog in job.watchdogs:
         watchdog.leave()
     assert job.ended.empty()

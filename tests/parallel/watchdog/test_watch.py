@@ -218,7 +218,9 @@ def test_verdict_describes_the_activity_of_stalled_ranks():
     (None, None, 50.0), (None, "120", 120.0), (0, "120", 0.0), (30, None, 30.0), (None, "0", 0.0),
 ])  # fmt: skip
 @pytest.mark.tensorflow
-def test_the_setting(argument, environment, expected, monkeypatch):
+def test_stall_seconds_follow_argument_and_environment(
+    argument, environment, expected, monkeypatch
+):
     from dtransformer.parallel.initialize import resolve_stall_seconds
 
     monkeypatch.delenv("DTRANSFORMER_STALL_SECONDS", raising=False)
@@ -231,7 +233,7 @@ def test_the_setting(argument, environment, expected, monkeypatch):
     (-1, ""), (3, ""), (float("nan"), ""), (True, ""), ([], ""), (None, "soon"), (None, "inf"),
 ])  # fmt: skip
 @pytest.mark.tensorflow
-def test_a_setting_that_makes_no_sense_is_refused(argument, environment, monkeypatch):
+def test_invalid_stall_seconds_raise_an_error(argument, environment, monkeypatch):
     from dtransformer.parallel.initialize import resolve_stall_seconds
 
     monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)

@@ -1,4 +1,4 @@
-"""A small network with a trainer, and what tests of its checkpoints ask of it."""
+"""Small network, trainer and data for tests of checkpoints."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ NUM_BATCHES = 6
 
 
 class Net(keras.Model):
-    """A small network with a state of its own besides its weights."""
+    """A small network with weights and a running mean."""
 
     def __init__(self, width=8, layers=1):
         super().__init__(name="net")
@@ -57,36 +57,36 @@ def dataset(num_batches=NUM_BATCHES):
     return data.batch(4)
 
 
-def state(trainer):
-    """All weights and states of the optimizer."""
-    trainer.training_state()  # builds what there is to compare
+def get_state(trainer):
+    """Return all weights and optimizer states by name."""
+    trainer.training_state()  # Builds the optimizer.
     weights = {variable.path: variable.numpy() for variable in trainer.network.variables}
     return weights | {
-        f"optimizer/{number}": variable.numpy()
-        for number, variable in enumerate(trainer.optimizer.variables)
+        f"optimizer/{index}": variable.numpy()
+        for index, variable in enumerate(trainer.optimizer.variables)
     }
 
 
-def assert_same_state(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        np.testing.assert_array_equal(other[name], value, err_msg=name)
+def assert_same_state(expected, actual):
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
-def newest(folder):
+def newest_checkpoint(folder):
     return folder / "step-00000007"
 
 
-def flip(path, position=0.5):
+def flip_bit(path, position=0.5):
     content = bytearray(path.read_bytes())
     content[int(len(content) * position)] ^= 1
     path.write_bytes(content)
 
 
-DATA = "state.data-00000-of-00001"
+DATA_FILE = "state.data-00000-of-00001"
 
 
-class Stop(keras.callbacks.Callback):
+class StopAfterSteps(keras.callbacks.Callback):
     def __init__(self, steps):
         super().__init__()
         self.steps = steps
@@ -95,8 +95,8 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training = int(self.model.optimizer.iterations) >= self.steps
 
 
-class Seen(keras.callbacks.Callback):
-    """Keeps what callbacks are told of every step."""
+class StepRecorder(keras.callbacks.Callback):
+    """Records the batch index and the loss of every step."""
 
     def __init__(self):
         super().__init__()
@@ -107,11 +107,11 @@ class Seen(keras.callbacks.Callback):
         self.losses.append(logs["step_loss"])
 
 
-def steps_of(folder):
+def saved_steps(folder):
     return [step for step, _ in folders.saved_steps(folder)]
 
 
-def uninterrupted(epochs=3, **options):
-    trainer, seen = new_trainer(**options), Seen()
-    history = trainer.fit(dataset(), epochs=epochs, verbose=0, callbacks=[seen])
-    return trainer, seen.losses, history.history
+def run_uninterrupted(epochs=3, **options):
+    trainer, recorder = new_trainer(**options), StepRecorder()
+    history = trainer.fit(dataset(), epochs=epochs, verbose=0, callbacks=[recorder])
+    return trainer, recorder.losses, history.history

@@ -1,4 +1,4 @@
-"""Promise: damage is named, and the checkpoint before is taken."""
+"""Damaged checkpoints are named, and the previous one is restored."""
 
 import os
 import shutil
@@ -10,115 +10,128 @@ from dtransformer.trainers import ModelCheckpoint
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.callback import remove_old
 from tests.trainers.checkpoint.small import (
-    DATA,
+    DATA_FILE,
     assert_same_state,
     dataset,
-    flip,
+    flip_bit,
+    get_state,
     new_trainer,
-    newest,
-    state,
+    newest_checkpoint,
 )
 
 INDEX = "state.index"
 DAMAGES = {
-    "a flipped byte": (DATA, lambda path: flip(path), "is damaged"),
-    "a truncated file": (DATA, lambda path: os.truncate(path, 100), "has 100 bytes"),
-    "a missing file": (DATA, lambda path: path.unlink(), "is missing"),
+    "a flipped byte": (DATA_FILE, lambda path: flip_bit(path), "is damaged"),
+    "a truncated file": (DATA_FILE, lambda path: os.truncate(path, 100), "has 100 bytes"),
+    "a missing file": (DATA_FILE, lambda path: path.unlink(), "is missing"),
     "a missing index": (INDEX, lambda path: path.unlink(), "is missing"),
-    "a flipped byte of the index": (INDEX, lambda path: flip(path), "is damaged"),
-    "a flipped byte of the manifest": ("checkpoint.json", lambda path: flip(path), "is damaged"),
+    "a flipped byte of the index": (INDEX, lambda path: flip_bit(path), "is damaged"),
+    "a flipped byte of the manifest": (
+        "checkpoint.json",
+        lambda path: flip_bit(path),
+        "is damaged",
+    ),
     "half a manifest": ("checkpoint.json", lambda path: os.truncate(path, 99), "is damaged"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 class TestDamage:
-    def test_the_one_before_is_taken(self, damage, trained, two, capsys):
-        name, harm, message = DAMAGES[damage]
-        harm(newest(two) / name)
+    def test_previous_checkpoint_is_restored(self, damage, trained, two_checkpoints, capsys):
+        name, inflict, message = DAMAGES[damage]
+        inflict(newest_checkpoint(two_checkpoints) / name)
         trainer = new_trainer()
-        restored = trainer.restore(two)
-        assert_same_state(state(trained), state(trainer))
-        told = capsys.readouterr().out
-        assert f"{newest(two) / name}" in told and message in told
-        assert f"Using {two / 'step-00000006'} instead" in told
-        assert restored.damaged == [str(newest(two))]
+        restored = trainer.restore(two_checkpoints)
+        assert_same_state(get_state(trained), get_state(trainer))
+        output = capsys.readouterr().out
+        assert f"{newest_checkpoint(two_checkpoints) / name}" in output and message in output
+        assert f"Using {two_checkpoints / 'step-00000006'} instead" in output
+        assert restored.damaged == [str(newest_checkpoint(two_checkpoints))]
 
-    def test_it_is_named_and_nothing_changes(self, damage, two):
-        name, harm, message = DAMAGES[damage]
-        harm(newest(two) / name)
+    def test_damaged_file_is_named_and_nothing_changes(self, damage, two_checkpoints):
+        name, inflict, message = DAMAGES[damage]
+        inflict(newest_checkpoint(two_checkpoints) / name)
         trainer = new_trainer()
-        before = state(trainer)
+        before = get_state(trainer)
         with pytest.raises(InputError) as error:
-            trainer.restore(newest(two))
-        assert f"{newest(two) / name}" in str(error.value) and message in str(error.value)
-        assert_same_state(before, state(trainer))
+            trainer.restore(newest_checkpoint(two_checkpoints))
+        assert f"{newest_checkpoint(two_checkpoints) / name}" in str(
+            error.value
+        ) and message in str(error.value)
+        assert_same_state(before, get_state(trainer))
 
 
-def test_a_checkpoint_without_its_manifest_is_none(two):
-    (newest(two) / "checkpoint.json").unlink()
-    assert [step for step, _ in folders.saved_steps(two)] == [6]
+def test_folder_without_manifest_is_no_checkpoint(two_checkpoints):
+    (newest_checkpoint(two_checkpoints) / "checkpoint.json").unlink()
+    assert [step for step, _ in folders.saved_steps(two_checkpoints)] == [6]
     with pytest.raises(InputError, match="contains no checkpoint"):
-        new_trainer().restore(newest(two))
+        new_trainer().restore(newest_checkpoint(two_checkpoints))
 
 
-def test_no_checkpoint_at_all(tmp_path):
+def test_missing_checkpoint_raises_an_error(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         new_trainer().restore(tmp_path / "nothing")
     with pytest.raises(InputError, match="contains no checkpoint"):
         new_trainer().restore(tmp_path)
 
 
-def unreadable(path):
+def make_unreadable(path):
     (path / "checkpoint.json").unlink()
-    (path / "checkpoint.json").symlink_to("checkpoint.json")  # to itself
+    (path / "checkpoint.json").symlink_to("checkpoint.json")  # A link to itself.
 
 
-ODD_ONES = {
+UNREADABLE_FOLDERS = {
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a link to itself": lambda path: path.symlink_to(path.name),
     "an empty folder": lambda path: path.mkdir(),
-    "one that lost its manifest": lambda path: (
-        shutil.copytree(newest(path.parent), path), (path / "checkpoint.json").unlink()),
-    "one that cannot be read": lambda path: (
-        shutil.copytree(newest(path.parent), path), unreadable(path)),
+    "a folder without manifest": lambda path: (
+        shutil.copytree(newest_checkpoint(path.parent), path), (path / "checkpoint.json").unlink()),
+    "an unreadable manifest": lambda path: (
+        shutil.copytree(newest_checkpoint(path.parent), path), make_unreadable(path)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("odd", ODD_ONES)
-def test_one_odd_folder_does_not_end_it_for_the_others(odd, two, capsys):
-    path = two / "step-00000009"
-    ODD_ONES[odd](path)
-    restored = new_trainer().restore(two)
-    assert restored.path == str(newest(two)) and restored.damaged == [str(path)]
-    assert str(path) in capsys.readouterr().out, "it is named"
-    remove_old(two, keep=1)
-    new_trainer().fit(dataset(), verbose=0, callbacks=[ModelCheckpoint(two)], resume=True)
-    assert os.path.lexists(f"{path}.damaged"), "it is set aside, not removed"
+@pytest.mark.parametrize("kind", UNREADABLE_FOLDERS)
+def test_unreadable_folder_is_skipped_and_set_aside(kind, two_checkpoints, capsys):
+    path = two_checkpoints / "step-00000009"
+    UNREADABLE_FOLDERS[kind](path)
+    restored = new_trainer().restore(two_checkpoints)
+    assert restored.path == str(newest_checkpoint(two_checkpoints)) and restored.damaged == [
+        str(path)
+    ]
+    assert str(path) in capsys.readouterr().out
+    remove_old(two_checkpoints, keep=1)
+    new_trainer().fit(
+        dataset(), verbose=0, callbacks=[ModelCheckpoint(two_checkpoints)], resume=True
+    )
+    assert os.path.lexists(f"{path}.damaged")
 
 
-def test_a_link_is_removed_and_not_what_it_points_to(two, tmp_path_factory):
+def test_removing_a_link_keeps_its_target(two_checkpoints, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "one"
-    shutil.copytree(newest(two), elsewhere)
-    (two / "step-00000001").symlink_to(elsewhere)
-    remove_old(two, keep=1)
-    assert os.listdir(two) == [newest(two).name] and (elsewhere / "checkpoint.json").exists()
+    shutil.copytree(newest_checkpoint(two_checkpoints), elsewhere)
+    (two_checkpoints / "step-00000001").symlink_to(elsewhere)
+    remove_old(two_checkpoints, keep=1)
+    assert (
+        os.listdir(two_checkpoints) == [newest_checkpoint(two_checkpoints).name]
+        and (elsewhere / "checkpoint.json").exists()
+    )
 
 
-def test_a_renamed_folder_does_not_pass_for_a_newer_one(trained, tmp_path):
+def test_renamed_folder_keeps_its_step(trained, tmp_path):
     trained.save(tmp_path / "step-00000006")
-    later = new_trainer()
-    later.fit(dataset(), epochs=2, verbose=0)
-    later.save(tmp_path / "step-00000012")
+    later_trainer = new_trainer()
+    later_trainer.fit(dataset(), epochs=2, verbose=0)
+    later_trainer.save(tmp_path / "step-00000012")
     os.rename(tmp_path / "step-00000006", tmp_path / "step-00000099")
     assert new_trainer().restore(tmp_path).step == 12
     assert [step for step, _ in folders.saved_steps(tmp_path)] == [6, 12]
 
 
-def test_what_was_set_aside_stays(two):
+def test_set_aside_folders_are_not_overwritten(two_checkpoints):
     for content in ("a", "b"):
-        (two / "step-00000008").mkdir()
-        (two / "step-00000008" / content).touch()
-        folders.set_aside(two / "step-00000008")
-    assert (two / "step-00000008.damaged" / "a").exists()
-    assert (two / "step-00000008.damaged-1" / "b").exists()
+        (two_checkpoints / "step-00000008").mkdir()
+        (two_checkpoints / "step-00000008" / content).touch()
+        folders.set_aside(two_checkpoints / "step-00000008")
+    assert (two_checkpoints / "step-00000008.damaged" / "a").exists()
+    assert (two_checkpoints / "step-00000008.damaged-1" / "b").exists()

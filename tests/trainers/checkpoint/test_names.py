@@ -1,4 +1,4 @@
-"""Promise: a variable's name in a checkpoint does not depend on what the process made before."""
+"""Names of variables in a checkpoint do not depend on earlier networks of the process."""
 
 import keras
 
@@ -20,11 +20,11 @@ def sequential():
 
 
 def names(network):
-    found = variable_names(network)
-    return [found[id(variable)] for variable in network.variables]
+    names_by_id = variable_names(network)
+    return [names_by_id[id(variable)] for variable in network.variables]
 
 
-def test_layers_without_a_name_are_counted_in_their_network():
+def test_unnamed_layers_are_numbered_within_their_network():
     expected = names(sequential())
     assert names(sequential()) == expected
     assert expected == [
@@ -36,7 +36,7 @@ def test_layers_without_a_name_are_counted_in_their_network():
     ]
 
 
-def test_a_network_whose_layers_have_names():
+def test_named_layers_keep_their_paths():
     network = translation_model()
     network.build()
     paths = [variable.path.removeprefix(f"{network.name}/") for variable in network.variables]

@@ -1,4 +1,4 @@
-"""Promise: each shard is written once, by a rank that holds it; ranks write about as much."""
+"""Each shard is written once, by a rank that stores it, and ranks write similar amounts."""
 
 import pytest
 
@@ -6,18 +6,18 @@ from dtransformer.trainers.checkpoint.writer import plan_files
 
 
 def make_rank_shards(num_data, num_model, num_weights=20):
-    """What ranks hold: weights sharded over the model ranks, replicated norms, flat shards."""
+    """Return the shards of each rank: sharded kernels, replicated norms and flat shards."""
     rank_shards = []
     for rank in range(num_data * num_model):
         data, model = divmod(rank, num_model)
         shards = {}
-        for number in range(num_weights):
+        for index in range(num_weights):
             width = 64 // num_model
             columns = (model * width, (model + 1) * width)
-            shards[f"kernel{number}", (columns, (0, 8))] = 4 * width * 8
-            shards[f"gamma{number}", ((0, 8),)] = 32
-            shards[f"slot{number}", (columns, (data, data + 1))] = 4 * width
-            shards[f"flat{number}", ((data, data + 1),)] = 64  # of weights that no axis shards
+            shards[f"kernel{index}", (columns, (0, 8))] = 4 * width * 8
+            shards[f"gamma{index}", ((0, 8),)] = 32
+            shards[f"slot{index}", (columns, (data, data + 1))] = 4 * width
+            shards[f"flat{index}", ((data, data + 1),)] = 64  # ZeRO shard of a replicated weight.
         rank_shards.append(shards)
     return rank_shards
 
@@ -27,7 +27,7 @@ GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("with_replicas", [False, True])
-def test_each_shard_is_written_once_by_a_rank_that_holds_it(grid, with_replicas):
+def test_each_shard_is_written_once_by_a_rank_that_stores_it(grid, with_replicas):
     rank_shards = make_rank_shards(*grid)
     files = [file for file in plan_files(rank_shards, with_replicas) if file.replica_of is None]
     written = [key for file in files for key in file.shards]
@@ -37,7 +37,7 @@ def test_each_shard_is_written_once_by_a_rank_that_holds_it(grid, with_replicas)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_ranks_write_about_as_much(grid):
+def test_ranks_write_similar_amounts(grid):
     rank_shards = make_rank_shards(*grid)
     load = [0] * len(rank_shards)
     for file in plan_files(rank_shards):
@@ -47,25 +47,25 @@ def test_ranks_write_about_as_much(grid):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_file_that_another_rank_could_write_gets_a_replica(grid):
+def test_files_get_a_replica_if_another_rank_has_their_shards(grid):
     rank_shards = make_rank_shards(*grid)
     files = plan_files(rank_shards, with_replicas=True)
     replicas = {file.replica_of: file for file in files if file.replica_of is not None}
     for index, file in enumerate(files):
         if file.replica_of is not None:
             continue
-        others = [
+        candidates = [
             rank
             for rank, shards in enumerate(rank_shards)
             if rank != file.writer and all(key in shards for key in file.shards)
         ]
-        assert (index in replicas) == bool(others)
-        if others:
+        assert (index in replicas) == bool(candidates)
+        if candidates:
             assert replicas[index].shards == file.shards
-            assert replicas[index].writer in others
+            assert replicas[index].writer in candidates
 
 
-def test_the_plan_does_not_depend_on_the_order_of_shards():
+def test_plan_does_not_depend_on_the_order_of_shards():
     rank_shards = make_rank_shards(2, 2)
-    turned = [dict(reversed(shards.items())) for shards in rank_shards]
-    assert plan_files(rank_shards, True) == plan_files(turned, True)
+    reversed_shards = [dict(reversed(shards.items())) for shards in rank_shards]
+    assert plan_files(rank_shards, True) == plan_files(reversed_shards, True)

@@ -1,4 +1,4 @@
-"""Promise: what does not fit is told, all of it, and nothing changes."""
+"""A checkpoint that does not fit raises an error with all differences and changes nothing."""
 
 import keras
 import numpy as np
@@ -6,11 +6,11 @@ import pytest
 
 from dtransformer.errors import InputError
 from dtransformer.trainers import Trainer
-from tests.trainers.checkpoint.small import assert_same_state, new_trainer, state
+from tests.trainers.checkpoint.small import assert_same_state, get_state, new_trainer
 
 
 class TestStrict:
-    def test_all_that_does_not_fit_is_listed(self, two):
+    def test_all_mismatched_tensors_are_listed(self, two_checkpoints):
         cases = {
             "it lacks 6: network/block_1/bias": new_trainer(layers=2),
             "block_0/kernel (4, 9), in the file (4, 8)": new_trainer(width=9),
@@ -19,28 +19,28 @@ class TestStrict:
             ),
         }
         for text, trainer in cases.items():
-            before = state(trainer)
+            before = get_state(trainer)
             with pytest.raises(InputError) as error:
-                trainer.restore(two)
+                trainer.restore(two_checkpoints)
             assert text in str(error.value), error.value
-            assert_same_state(before, state(trainer))
+            assert_same_state(before, get_state(trainer))
 
-    def test_what_fits_is_restored_if_asked_for(self, trained, two):
+    def test_matching_tensors_are_restored_without_strict(self, trained, two_checkpoints):
         trainer = new_trainer(layers=2)
-        restored = trainer.restore(two, strict=False)
+        restored = trainer.restore(two_checkpoints, strict=False)
         assert "network/block_1/kernel" in restored.missing
-        own, theirs = trainer.network, trained.network
-        np.testing.assert_array_equal(own.head.kernel.numpy(), theirs.head.kernel.numpy())
+        actual, expected = trainer.network, trained.network
+        np.testing.assert_array_equal(actual.head.kernel.numpy(), expected.head.kernel.numpy())
 
-    def test_weights_alone(self, trained, two):
+    def test_weights_only_ignores_the_optimizer(self, trained, two_checkpoints):
         trainer = new_trainer(keras.optimizers.SGD(0.1))
-        trainer.restore(two, weights_only=True)
-        own, theirs = trainer.network.get_weights(), trained.network.get_weights()
-        for one, other in zip(own, theirs, strict=True):
-            np.testing.assert_array_equal(one, other)
+        trainer.restore(two_checkpoints, weights_only=True)
+        actual, expected = trainer.network.get_weights(), trained.network.get_weights()
+        for actual_value, expected_value in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(actual_value, expected_value)
         assert int(trainer.optimizer.iterations) == 0
 
-    def test_layers_of_one_name_are_an_error(self, tmp_path):
+    def test_duplicate_layer_names_raise_an_error(self, tmp_path):
         network = keras.Sequential(
             [keras.Sequential([keras.layers.Dense(4, name="same")], name="a"),
              keras.Sequential([keras.layers.Dense(4, name="same")], name="b")]

@@ -1,4 +1,4 @@
-"""Promise: micro-batches change the memory a step needs, and none of its numbers."""
+"""Micro-batches reduce the memory of a step without changing its results."""
 
 import keras
 import numpy as np
@@ -36,7 +36,7 @@ METRIC = "sparse_categorical_accuracy"
 
 
 @pytest.fixture(scope="module")
-def whole():
+def full_batch():
     return fit(1, metrics=[METRIC])
 
 
@@ -50,13 +50,13 @@ def whole():
         pytest.param(2, {"jit_compile": True}, marks=pytest.mark.long),
     ],
 )
-def test_steps_are_those_of_whole_batches(micro_batches, options, whole):
-    parts = fit(micro_batches, **options)
+def test_micro_batches_match_full_batches(micro_batches, options, full_batch):
+    accumulated = fit(micro_batches, **options)
     for name in ("step_loss", "gradient_norm", "accuracy", *options.get("metrics", ())):
-        np.testing.assert_allclose(parts[name], whole[name], rtol=TRAINING, err_msg=name)
+        np.testing.assert_allclose(accumulated[name], full_batch[name], rtol=TRAINING, err_msg=name)
 
 
-def test_a_keras_loss_with_regularizers_and_sample_weights():
+def test_micro_batches_with_regularizers_and_sample_weights():
     def losses(micro_batches):
         with parallel_config(micro_batch_num=micro_batches):
             network = keras.Sequential(
@@ -81,9 +81,9 @@ def test_a_keras_loss_with_regularizers_and_sample_weights():
     np.testing.assert_allclose(losses(3), losses(1), rtol=TRAINING)
 
 
-def test_each_micro_batch_has_masks_of_its_own():
+def test_each_micro_batch_has_different_dropout_masks():
     class Ones(keras.Model):
-        """Returns what dropout leaves of ones."""
+        """Network that applies dropout to ones."""
 
         def __init__(self):
             super().__init__()
@@ -93,7 +93,7 @@ def test_each_micro_batch_has_masks_of_its_own():
         def call(self, inputs, training=False):
             return self.dropout(tf.ones_like(inputs), training=training) * self.scale
 
-    class Keep(keras.metrics.Metric):
+    class RecordOutputs(keras.metrics.Metric):
         def __init__(self):
             super().__init__(name="keep")
             self.outputs = self.add_weight(shape=(4, 64), initializer="zeros", name="outputs")
@@ -105,41 +105,46 @@ def test_each_micro_batch_has_masks_of_its_own():
             return tf.reduce_sum(self.outputs)
 
     with parallel_config(micro_batch_num=2):
-        trainer, keep = Trainer(Ones()), Keep()
-        trainer.compile(keras.optimizers.SGD(0.0), "mse", metrics=[keep])
+        trainer, recorder = Trainer(Ones()), RecordOutputs()
+        trainer.compile(keras.optimizers.SGD(0.0), "mse", metrics=[recorder])
         x = np.zeros((4, 64), "float32")
         trainer.train_on_batch(x, x)
-        first = keep.outputs.numpy()
-        keep.reset_state()
+        first_outputs = recorder.outputs.numpy()
+        recorder.reset_state()
         trainer.train_on_batch(x, x)
-    assert not np.array_equal(first[:2], first[2:])
-    assert not np.array_equal(first, keep.outputs.numpy()), "nor are they those of the next step"
+    assert not np.array_equal(first_outputs[:2], first_outputs[2:])
+    assert not np.array_equal(first_outputs, recorder.outputs.numpy()), (
+        "The next step must have other masks."
+    )
 
 
-def ends_small():
-    """Batches of 8, 1 and 0 rows."""
+def shrinking_batches():
+    """Yield batches of 8, 1 and 0 rows."""
     rng = np.random.default_rng(0)
     for rows in (8, 1, 0):
         yield rng.standard_normal((rows, 3)).astype("float32"), rng.integers(0, 4, rows)
 
 
-# Of no rows Keras itself fails where it runs eagerly.
+# Keras fails on empty batches in eager mode.
 @pytest.mark.parametrize("batches, options", [(3, {}), (2, {"run_eagerly": True})])
-def test_batches_of_fewer_rows_than_parts_train_as_in_keras(batches, options):
-    """A mean over no rows is no number: that of an activity regularizer is one."""
+def test_batches_smaller_than_the_micro_batch_count_match_keras(batches, options):
+    """An activity regularizer is a mean over rows, which is NaN for an empty micro-batch."""
 
-    def trained(trainer_of):
+    def train(make_trainer):
         keras.utils.set_random_seed(0)
-        adds = keras.regularizers.L2(0.1)
-        layers = [keras.layers.Dense(8, "tanh", activity_regularizer=adds), keras.layers.Dense(4)]
-        trainer = trainer_of(keras.Sequential([keras.Input((3,)), *layers]))
-        classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        trainer.compile(keras.optimizers.SGD(0.1), classes, metrics=["accuracy"], **options)
+        activity_regularizer = keras.regularizers.L2(0.1)
+        layers = [
+            keras.layers.Dense(8, "tanh", activity_regularizer=activity_regularizer),
+            keras.layers.Dense(4),
+        ]
+        trainer = make_trainer(keras.Sequential([keras.Input((3,)), *layers]))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trainer.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], **options)
         specs = tf.TensorSpec([None, 3]), tf.TensorSpec([None], "int64")
-        data = tf.data.Dataset.from_generator(ends_small, output_signature=specs)
+        data = tf.data.Dataset.from_generator(shrinking_batches, output_signature=specs)
         history = trainer.fit(data.take(batches), epochs=2, verbose=0).history
         return [*history["loss"], *history["accuracy"]]
 
-    expected = trained(lambda network: network)
+    expected = train(lambda network: network)
     with parallel_config(micro_batch_num=3):
-        np.testing.assert_allclose(trained(Trainer), expected, rtol=TRAINING)
+        np.testing.assert_allclose(train(Trainer), expected, rtol=TRAINING)

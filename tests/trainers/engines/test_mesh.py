@@ -1,4 +1,4 @@
-"""Promise: training on a mesh gives the numbers of one device, whatever the options."""
+"""Training on a mesh matches training on one device, for all options."""
 
 import unittest.mock
 import warnings
@@ -21,57 +21,60 @@ from tests.on_mesh import (
     VOCAB_SIZE,
     batch,
     losses,
-    losses_alone,
+    losses_without_mesh,
+    make_trainer,
     network,
     on_mesh,
     raises,
-    sent_by,
+    sent_collectives,
     start,
     stop,
-    trainer_of,
 )
 
 
 @on_mesh
-def test_dropout_on_the_mesh():
+def test_dropout_on_a_mesh_depends_on_the_seed_only():
     start(sequence_parallel=True)
-    one, two = (losses(trainer_of(network(dropout_rate=0.3)), steps=2) for _ in range(2))
-    assert one == two, "the seed decides"
-    dry = losses(trainer_of(network()), steps=1)[0]
-    assert one[0] != dry and abs(one[0] - dry) < 0.5 * dry
+    first, second = (losses(make_trainer(network(dropout_rate=0.3)), steps=2) for _ in range(2))
+    assert first == second, "The same seed must give the same masks."
+    loss_without_dropout = losses(make_trainer(network()), steps=1)[0]
+    assert (
+        first[0] != loss_without_dropout
+        and abs(first[0] - loss_without_dropout) < 0.5 * loss_without_dropout
+    )
 
 
 @on_mesh
-def test_deep_networks_are_told_of_chunks_before_they_are_compiled():
+def test_deep_networks_warn_about_pipeline_chunks_before_compilation():
     start()
     model = network()
-    with unittest.mock.patch.object(mesh, "MANY_BLOCKS", 2):  # one of each stack
-        trainer = trainer_of(model)
-        with pytest.warns(UserWarning, match="2 blocks are compiled.*pipeline_chunks=1") as told:
+    with unittest.mock.patch.object(mesh, "MANY_BLOCKS", 2):  # One block of each stack.
+        trainer = make_trainer(model)
+        with pytest.warns(UserWarning, match="2 blocks are compiled.*pipeline_chunks=1") as caught:
             losses(trainer, steps=2)
-        assert len(told) == 1
+        assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        losses(trainer_of(network()), steps=1)
+        losses(make_trainer(network()), steps=1)
 
 
 @on_mesh
-def test_mixed_precision_on_the_mesh():
-    expected = losses(trainer_of(network(dtype="mixed_bfloat16")), steps=2)
+def test_mixed_precision_on_a_mesh():
+    expected = losses(make_trainer(network(dtype="mixed_bfloat16")), steps=2)
     start()
     model = network(dtype="mixed_bfloat16")
-    np.testing.assert_allclose(losses(trainer_of(model), steps=2), expected, rtol=1e-2)
-    assert {v.dtype for v in model.variables} == {"float32"}
+    np.testing.assert_allclose(losses(make_trainer(model), steps=2), expected, rtol=1e-2)
+    assert {weight.dtype for weight in model.variables} == {"float32"}
 
 
 @on_mesh
-def test_a_trainer_that_is_called_computes_as_predict_does():
+def test_calling_a_trainer_matches_predict():
     start()
-    keras.config.set_dtype_policy("mixed_bfloat16")  # the trainer's, too: Keras casts around it
+    keras.config.set_dtype_policy("mixed_bfloat16")  # Keras also casts around the trainer.
     try:
         model, (inputs, _) = network(), batch()
         for first, second in ((0, 1), (1, 0)):
-            trainer = trainer_of(model)
+            trainer = make_trainer(model)
             calls = trainer, trainer.predict_on_batch
             outputs = [np.asarray(calls[i](inputs), "float32") for i in (first, second)]
             np.testing.assert_array_equal(*outputs)
@@ -80,16 +83,16 @@ def test_a_trainer_that_is_called_computes_as_predict_does():
 
 
 @on_mesh
-def test_an_overflow_skips_the_step_on_every_device():
+def test_overflow_skips_the_step_on_every_device():
     start()
     model = network(dtype="mixed_float16")
-    trainer = trainer_of(model)
+    trainer = make_trainer(model)
     losses(trainer, steps=1)
     trainer.optimizer.dynamic_scale.assign(2.0**60)
-    before = [v.numpy() for v in model.variables]
+    before = [weight.numpy() for weight in model.variables]
     losses(trainer, steps=1)
-    for v, old in zip(model.variables, before):
-        np.testing.assert_array_equal(v.numpy(), old, v.path)
+    for weight, old in zip(model.variables, before):
+        np.testing.assert_array_equal(weight.numpy(), old, weight.path)
     assert float(trainer.optimizer.dynamic_scale) == 2.0**59
 
 
@@ -97,49 +100,54 @@ def test_an_overflow_skips_the_step_on_every_device():
 def test_optimizers_clip_by_the_norms_of_unsharded_gradients():
     for options in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}, {"clipvalue": 0.01}):
         optimizer = lambda: keras.optimizers.SGD(0.5, momentum=0.9, **options)
-        expected = losses(trainer_of(network(), optimizer()))
+        expected = losses(make_trainer(network(), optimizer()))
         start(vocab_emb_dp=False)
         np.testing.assert_allclose(
-            losses(trainer_of(network(), optimizer())), expected, rtol=PARITY_LOSS, err_msg=options
+            losses(make_trainer(network(), optimizer())),
+            expected,
+            rtol=PARITY_LOSS,
+            err_msg=options,
         )
         stop()
 
 
 @on_mesh
-def test_micro_batches_on_the_mesh():
-    expected = losses_alone()
+def test_micro_batches_on_a_mesh():
+    expected = losses_without_mesh()
     start(micro_batch_num=2)
-    trainer = trainer_of(network())
+    trainer = make_trainer(network())
     np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
     report = trainer.communication_report()
-    # Twice two forward and two backward, of half the rows each.
-    assert len(sent_by(report, "encoder/block_0")) == 8
+    # Two micro-batches have two forward and two backward reductions each.
+    assert len(sent_collectives(report, "encoder/block_0")) == 8
     assert report.formula["encoder/block_0"] == 4 * ROWS * SOURCE_LENGTH * HIDDEN
     stop()
 
 
 @on_mesh
-def test_weights_are_excluded_from_decay_by_name_and_by_themselves():
-    def after_a_step(excluded):
+def test_weights_are_excluded_from_decay_by_name_or_variable():
+    def losses_with_exclusion(make_exclusion):
         model = network(decoder_layers=1)
         optimizer = keras.optimizers.SGD(0.5, weight_decay=0.9)
-        optimizer.exclude_from_weight_decay(**excluded(model))
-        return losses(trainer_of(model, optimizer), steps=2)
+        optimizer.exclude_from_weight_decay(**make_exclusion(model))
+        return losses(make_trainer(model, optimizer), steps=2)
 
-    by_names = lambda model: {"var_names": ["bias"]}
-    themselves = lambda model: {"var_list": [v for v in model.variables if v.name.endswith("bias")]}
-    expected = after_a_step(themselves)
+    by_name = lambda model: {"var_names": ["bias"]}
+    by_variable = lambda model: {
+        "var_list": [weight for weight in model.variables if weight.name.endswith("bias")]
+    }
+    expected = losses_with_exclusion(by_variable)
     start()
-    np.testing.assert_allclose(after_a_step(themselves), expected, rtol=PARITY_LOSS)
-    np.testing.assert_allclose(after_a_step(by_names), expected, rtol=PARITY_LOSS)
+    np.testing.assert_allclose(losses_with_exclusion(by_variable), expected, rtol=PARITY_LOSS)
+    np.testing.assert_allclose(losses_with_exclusion(by_name), expected, rtol=PARITY_LOSS)
 
 
 @pytest.mark.long
 @on_mesh
-def test_recompute_on_the_mesh():
+def test_recompute_on_a_mesh_matches_its_communication_formula():
     options = {"dropout_rate": 0.1}
     start()
-    expected = losses(trainer_of(network(**options)))
+    expected = losses(make_trainer(network(**options)))
     stop()
     for config, sums in (
         (TransformerRecomputeConfig(recompute=True), 5),
@@ -148,7 +156,7 @@ def test_recompute_on_the_mesh():
         (TransformerRecomputeConfig(select=("attention", "feed_forward", "norm")), 4),
     ):
         start(recompute=config)
-        trainer = trainer_of(network(**options))
+        trainer = make_trainer(network(**options))
         np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
         report = trainer.communication_report()
         assert report.formula["encoder/block_0"] == sums * ROWS * SOURCE_LENGTH * HIDDEN
@@ -158,39 +166,39 @@ def test_recompute_on_the_mesh():
 
 @pytest.mark.long
 @on_mesh
-def test_updates_of_large_networks_are_compiled_on_every_device():
+def test_compiled_updates_of_large_networks_on_a_mesh():
     decay = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
     for optimizer in (
         lambda: keras.optimizers.AdamW(decay, weight_decay=0.1),
         lambda: keras.optimizers.SGD(0.5, momentum=0.9),
-        lambda: keras.optimizers.Nadam(1e-2),  # has a number that all weights share
+        lambda: keras.optimizers.Nadam(1e-2),  # It has a scalar state that all weights share.
     ):
-        expected = losses(trainer_of(network(), optimizer()))
+        expected = losses(make_trainer(network(), optimizer()))
         start()
         with unittest.mock.patch("dtransformer.trainers.step_compiler._LARGE_NETWORK", 0):
-            trainer = trainer_of(network(), optimizer())
+            trainer = make_trainer(network(), optimizer())
             np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
         assert int(trainer.optimizer.iterations.numpy()) == 3
         stop()
 
 
 @on_mesh
-def test_an_optimizer_that_needs_unsharded_weights_is_refused():
+def test_optimizers_that_need_unsharded_weights_raise_an_error():
     start()
     model = network()
-    raises(ValueError, ["Lamb", "AdamW"], lambda: trainer_of(model, keras.optimizers.Lamb()))
-    raises(ValueError, ["run_eagerly"], lambda: trainer_of(model, run_eagerly=True))
+    raises(ValueError, ["Lamb", "AdamW"], lambda: make_trainer(model, keras.optimizers.Lamb()))
+    raises(ValueError, ["run_eagerly"], lambda: make_trainer(model, run_eagerly=True))
 
 
 @on_mesh
-def test_a_trainer_without_init_is_refused():
+def test_trainer_without_init_raises_an_error():
     dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig(model_parallel=4))
     raises(RuntimeError, ["dtransformer.init"], lambda: Trainer(network()))
     stop()
 
 
 class Classifier(keras.Model):
-    """Plain Keras layers, one of them with a state, around a layer that is cut."""
+    """Network of plain Keras layers, one with a state, and a sharded layer."""
 
     def __init__(self):
         super().__init__(name="classifier")
@@ -199,16 +207,16 @@ class Classifier(keras.Model):
         self.sharded = layers.FeedForward(HIDDEN, 4 * HIDDEN, dropout_rate=0.0, name="sharded")
         self.dense = keras.layers.Dense(VOCAB_SIZE, kernel_regularizer="l2")
         self.dense.activity_regularizer = keras.regularizers.L2(1e-3)
-        self.kept = [{"scale": tf.linspace(0.5, 1.0, HIDDEN)}]  # tensors are on every device
+        self.constants = [{"scale": tf.linspace(0.5, 1.0, HIDDEN)}]  # Tensors are replicated.
 
     def call(self, inputs, training=False):
-        x = self.embedding(inputs["target"]) * self.kept[0]["scale"]
+        x = self.embedding(inputs["target"]) * self.constants[0]["scale"]
         x = self.norm(x, training=training)
         return self.dense(self.sharded(x, training=training))
 
 
 @on_mesh
-def test_plain_keras_layers_beside_ours():
+def test_plain_keras_layers_on_a_mesh():
     def run():
         keras.utils.set_random_seed(1)
         model = Classifier()
@@ -218,7 +226,7 @@ def test_plain_keras_layers_beside_ours():
         inputs, labels = batch()
         data = tf.data.Dataset.from_tensors((inputs, labels)).repeat(3)
         history = trainer.fit(data, verbose=0, epochs=2).history
-        moving = [v.numpy() for v in model.norm.non_trainable_variables]
+        moving = [weight.numpy() for weight in model.norm.non_trainable_variables]
         return history, moving, trainer.predict(inputs, verbose=0), trainer
 
     history, moving, outputs, _ = run()
@@ -229,30 +237,30 @@ def test_plain_keras_layers_beside_ours():
     for mesh_value, value in zip(mesh_moving, moving):
         np.testing.assert_allclose(mesh_value, value, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(mesh_outputs, outputs, rtol=1e-3, atol=1e-4)
-    words = ["of 7 rows is filled up with zeros", "losses that layers add would include"]
-    raises(ValueError, words, lambda: trainer.train_on_batch(*batch(rows=7)))
+    message_parts = ["of 7 rows is filled up with zeros", "losses that layers add would include"]
+    raises(ValueError, message_parts, lambda: trainer.train_on_batch(*batch(rows=7)))
     trainer.network.dense.activity_regularizer = None
-    words = ["of 5 rows", "the means of a BatchNormalization"]
-    raises(ValueError, words, lambda: trainer.train_on_batch(*batch(rows=5)))
+    message_parts = ["of 5 rows", "the means of a BatchNormalization"]
+    raises(ValueError, message_parts, lambda: trainer.train_on_batch(*batch(rows=5)))
 
 
 @on_mesh
-def test_rows_that_the_data_axis_does_not_divide():
-    """Micro-batches that have none are among them."""
-    trainer = trainer_of(network())
+def test_batches_that_the_data_axis_does_not_divide():
+    """Some micro-batches are empty."""
+    trainer = make_trainer(network())
     expected = losses(trainer, rows=7) + losses(trainer, steps=1, rows=1)
-    outputs = trainer_of(network()).predict(batch(rows=7)[0], verbose=0)
+    outputs = make_trainer(network()).predict(batch(rows=7)[0], verbose=0)
     start(data_parallel=2, micro_batch_num=2)
-    trainer = trainer_of(network())
-    found = losses(trainer, rows=7) + losses(trainer, steps=1, rows=1)
-    np.testing.assert_allclose(found, expected, rtol=PARITY_LOSS)
-    found = trainer_of(network()).predict(batch(rows=7)[0], verbose=0)
-    assert found.shape == outputs.shape
-    np.testing.assert_allclose(found, outputs, atol=1e-4)
+    trainer = make_trainer(network())
+    actual = losses(trainer, rows=7) + losses(trainer, steps=1, rows=1)
+    np.testing.assert_allclose(actual, expected, rtol=PARITY_LOSS)
+    actual = make_trainer(network()).predict(batch(rows=7)[0], verbose=0)
+    assert actual.shape == outputs.shape
+    np.testing.assert_allclose(actual, outputs, atol=1e-4)
 
 
 @on_mesh
-def test_an_optimizer_that_was_built_for_full_weights_is_refused():
+def test_optimizer_built_for_unsharded_weights_raises_an_error():
     start()
     model = CausalLM(8, hidden_size=4, num_heads=2, num_layers=1)
     model.build()

@@ -5,7 +5,7 @@ import pytest
 from dtransformer.errors import InputError
 
 
-def refused(function, *args, **kwargs):
+def get_error_message(function, *args, **kwargs):
     """Return the one-line message of the InputError that a call raises."""
     with pytest.raises(InputError) as caught:
         function(*args, **kwargs)
