@@ -38,6 +38,19 @@ def stages_of(layer, placement: Placement) -> list[int]:
     return list(dict.fromkeys(placement.stage_of(chunk) for chunk in chunks))
 
 
+def can_be_copied(layer) -> bool:
+    """Return whether several chunks can compute calls of a layer.
+
+    The layer must not have state, metrics or added losses, whose changes would belong to one chunk.
+    """
+    for inner in _compat.flat_layers(layer):
+        weights = {id(weight) for weight in _compat.own_trainable_variables(inner)}
+        has_state = any(id(variable) not in weights for variable in _compat.own_variables(inner))
+        if has_state or inner.metrics or _compat.adds_losses(inner):
+            return False
+    return True
+
+
 def is_placed(layer) -> bool:
     """Return whether a layer has a `pipeline_stage`. Its inner layers belong to the same stage."""
     return getattr(layer, "pipeline_stage", None) is not None
@@ -92,6 +105,7 @@ def weights_of(
         if chunk == chunk_of(layer, dataflow.placement) or chunk in dataflow.copies_of(layer)
         for weight in layer.variables
     ]
+    weights = list({id(weight): weight for weight in weights}.values())
     trained = [weight for weight in weights if id(weight) in is_trained]
     return trained, [weight for weight in weights if id(weight) not in is_trained]
 
