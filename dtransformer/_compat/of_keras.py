@@ -120,14 +120,14 @@ def flat_layers(layer: keras.layers.Layer, include_self=True, recursive=True) ->
 
 
 def own_variables(layer: keras.layers.Layer) -> list:
-    """Return a layer's variables without its sublayers' variables. Unnecessary as `flat_layers`."""
+    """Return a layer's variables without its sublayers' variables. For the reason, see `flat_layers`."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 def own_trainable_variables(layer: keras.layers.Layer) -> list:
     """Return the layer's variables that were created as trainable, frozen or not.
 
-    Unnecessary as `flat_layers`.
+    For the reason, see `flat_layers`.
     """
     return list(layer._trainable_variables)
 
@@ -182,7 +182,7 @@ def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callab
 def dropped_value(variable: keras.Variable):
     """Return the replacement for reading a variable without a value, or `None`.
 
-    Unnecessary as `drop_value`.
+    For the reason, see `drop_value`.
     """
     read = variable._initializer
     return None if read is None else read(variable._shape, variable._dtype)
@@ -214,7 +214,7 @@ def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
 
 
 def with_mask(tensor: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-    """Return the tensor with a mask for the next layer or loss. Unnecessary as `mask_of`."""
+    """Return the tensor with a mask for the next layer or loss. For the reason, see `mask_of`."""
     tensor._keras_mask = mask
     return tensor
 
@@ -223,14 +223,14 @@ def masks_of(tensors) -> dict[int, tf.Tensor]:
     """Return the masks of nested tensors as a dict by flat index, without tensors that have none.
 
     Masks are attributes and get lost when tensors enter or leave a function or are sent.
-    Unnecessary as `mask_of`.
+    For the reason, see `mask_of`.
     """
     masks = {i: mask_of(x) for i, x in enumerate(tf.nest.flatten(tensors))}
     return {i: mask for i, mask in masks.items() if mask is not None}
 
 
 def with_masks(tensors, masks: dict[int, tf.Tensor]):
-    """Return nested tensors with the masks from `masks_of`. Unnecessary as `mask_of`."""
+    """Return nested tensors with the masks from `masks_of`. For the reason, see `mask_of`."""
     flat = tf.nest.flatten(tensors)
     for i, mask in masks.items():
         flat[i] = with_mask(tf.identity(flat[i]), mask)
@@ -282,7 +282,7 @@ class _ListOfLengthOne(list):
 # `keras.KerasTensor`s. Unnecessary if Keras exported it, like the method of a layer.
 
 # `in_symbolic_scope` returns whether Keras only infers shapes. A sharded weight is not gathered
-# then. Unnecessary as `stateless_value`.
+# then. For the reason, see `stateless_value`.
 
 # `to_snake_case` derives a layer's default name from its class. The trainer detects default names
 # to make names equal in every process. Unnecessary if Keras marked default names.

@@ -8,7 +8,7 @@ import keras
 def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable, object]]) -> None:
     """Exclude parts of weights from weight decay if the user excluded the weights.
 
-    Unnecessary as `known_as`.
+    For the reason, see `known_as`.
 
     Args:
         optimizer: Keras optimizer that is not built.
@@ -89,14 +89,14 @@ def averaging_alone(
 
 
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
-    """Return whether an optimizer applies weight decay to a variable. Unnecessary as `known_as`."""
+    """Return whether an optimizer applies weight decay to a variable. For the reason, see `known_as`."""
     return bool(optimizer._use_weight_decay(variable))
 
 
 def knows(optimizer: keras.optimizers.Optimizer, variable) -> bool:
     """Return whether an optimizer was built with a variable of this key and shape.
 
-    Unnecessary as `known_as`.
+    For the reason, see `known_as`.
     """
     index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
     variables = optimizer._trainable_variables

@@ -156,7 +156,11 @@ def _has_cuda_headers():
 
 
 def _build(folder, log):
-    """Build the wheel, move it to `folder` and return its path."""
+    """Build and try the wheel, move it to `folder` and return its path.
+
+    Raises:
+        InputError: If there is no C++ compiler, or if the build or the trial fails.
+    """
     if compiler() is None:
         raise InputError(
             f"No C++ compiler found ({os.environ.get('CXX') or 'g++ or c++'}). Install one (Debian: "

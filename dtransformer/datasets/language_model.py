@@ -213,7 +213,12 @@ class LanguageModelBatches(PackedDocuments):
     """
 
     def row(self, epoch: int, number: int) -> Example:
-        """Return `{"tokens": int32 [s], "segments": int32 [s]}` and labels int32 [s] of a row."""
+        """Return the inputs and labels of a row.
+
+        Returns:
+            A tuple of `{"tokens": int32 [s], "segments": int32 [s]}` and the labels, int32 [s]: the
+            next tokens, or `ignore_id` at the last position of a document and at padding.
+        """
         ids, segments = self._read(epoch, number, self.length + 1)
         inputs = {"tokens": ids[:-1], "segments": segments[:-1]}
         has_next = (segments[1:] == segments[:-1]) & (segments[:-1] > 0)

@@ -196,7 +196,10 @@ class BaseTokenizer:
         return self.encode([text]).to_list()[0] if token_id is None else [token_id]
 
     def decode_all(self, ids: list[int]) -> str:
-        """Return the text of a list of ids with special tokens, which SentencePiece models omit."""
+        """Return the text of a list of ids.
+
+        The text contains special tokens, except for SentencePiece models, which drop them.
+        """
         if self._library is None:
             return self.decode([ids])[0]
         return self._library.decode(ids, skip_special_tokens=False)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpoint.reader import restore
 from dtransformer.trainers.checkpoint.writer import CheckpointWriter
 
@@ -13,11 +12,11 @@ class Checkpoints:
     """Saves and restores the full state of a run, on any layout.
 
     Args:
-        get_state: Function that returns the current `TrainingState`.
+        program: The trainer's `Program`.
     """
 
-    def __init__(self, get_state: Callable[[], TrainingState]):
-        self._get_state = get_state
+    def __init__(self, program):
+        self._program = program
         self._writer = CheckpointWriter()
         self._get_position = _unknown_position
         self._get_callback_states = dict
@@ -51,7 +50,7 @@ class Checkpoints:
         with job.doing("saving"):
             self._writer.start(
                 path,
-                self._get_state(),
+                self._program.training_state(),
                 info,
                 overwrite=overwrite,
                 replicas=replicas,
@@ -72,8 +71,12 @@ class Checkpoints:
     def restore(self, path, strict: bool, weights_only: bool, check: Callable | None):
         """Restore a checkpoint; see `Trainer.restore`."""
         self.wait()
+        seed = job.seed()
         with job.doing("saving"):
-            restored = restore(self._get_state(), path, strict, weights_only, check)
+            state = self._program.training_state()
+            restored = restore(state, path, strict, weights_only, check)
+        if job.seed() != seed:
+            self._program.recompile()  # Steps were traced with the previous seed.
         self.track(None if weights_only else lambda: restored.position)
         return restored
 

@@ -14,13 +14,13 @@ from dtransformer.trainers.optimizer.checks import check_elementwise
 from dtransformer.trainers.sample_preprocessing import PREPROCESS
 
 
-def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
+def check_compile_options(objective, optimizer, compiler):
     """Check that the current layout supports the arguments of `Trainer.compile`.
 
     Args:
         objective: The `Objective`.
         optimizer: A Keras optimizer.
-        run_eagerly, jit_compile: As in `Trainer.compile`.
+        compiler: The `StepCompiler`.
 
     Raises:
         ValueError: If the layout does not support an argument.
@@ -37,8 +37,8 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
         )
     if job.mesh() is not None:
         check_elementwise(optimizer)
-    if job.compiles_shapes() and (run_eagerly or jit_compile is True):
-        name = "run_eagerly" if run_eagerly else "jit_compile"
+    if compiler.in_parts and (compiler.run_eagerly or compiler.jit_forward):
+        name = "run_eagerly" if compiler.run_eagerly else "jit_compile"
         raise ValueError(
             f"`{name}=True` does not work with a pipeline or with operations that are sharded over "
             f"a mesh. Remove `{name}`."

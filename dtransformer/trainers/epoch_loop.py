@@ -1,5 +1,7 @@
 """Epoch loops of training and evaluation over Keras' callbacks."""
 
+import sys
+
 import keras
 
 from dtransformer import _compat
@@ -140,6 +142,7 @@ def evaluate(model, runner, data, y, sample_weight, batch_size, steps, callbacks
     Returns:
         A dict of floats, the logs.
     """
+    verbose = chief_verbosity(verbose)
     batches = _compat.EpochIterator(
         x=data.data,
         y=y,
@@ -188,3 +191,13 @@ def run_evaluation(model, runner, batches, sharding, callbacks):
     logs = dict(step_logs.read())
     callbacks.on_test_end(logs)
     return logs
+
+
+def chief_verbosity(verbose):
+    """Return Keras' `verbose` for `evaluate` and `predict` on this rank.
+
+    Ranks other than 0 print nothing. A log file gets one final line instead of a progress bar.
+    """
+    if not job.is_chief():
+        return 0
+    return verbose if verbose in (0, 2) or sys.stdout.isatty() else 2

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 import warnings
 
 import keras
@@ -112,7 +111,7 @@ def run_fit(trainer, program, checkpoints, options, fit_index):
     position = DataPosition(options.x, start.batch, batches.num_batches)
     states = CallbackStates(options.callbacks, start.restored and start.restored.path)
     checkpoints.track(position.value, states.assets)
-    runner.start_training(int(trainer.optimizer.iterations))
+    runner.start_training()
     try:
         with _fit_context(options.callbacks, order) as stopping:
             callbacks = keras.callbacks.CallbackList(
@@ -150,13 +149,3 @@ def _fit_context(callbacks, order):
         stop_on_signals(callbacks) as stopping,
     ):
         yield stopping
-
-
-def chief_verbosity(verbose):
-    """Return Keras' `verbose` for `evaluate` and `predict` on this rank.
-
-    Ranks other than 0 print nothing. A log file gets one final line instead of a progress bar.
-    """
-    if not job.is_chief():
-        return 0
-    return verbose if verbose in (0, 2) or sys.stdout.isatty() else 2

@@ -80,6 +80,17 @@ class Objective:
                 "each label's class."
             )
 
+    def sample_weight(self, labels, class_weight: dict | None, sample_weight=None):
+        """Return the sample weights of a batch, from class weights if there are any.
+
+        Raises:
+            ValueError: As `check_class_weight`.
+        """
+        if class_weight is None:
+            return sample_weight
+        self.check_class_weight(labels)
+        return _compat.class_weight_to_sample_weight(labels, class_weight, sample_weight)
+
     def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
         """Return the local counts that are summed over ranks before the forward pass.
 

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.initial_broadcast import initial_broadcast
 from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
@@ -13,6 +14,7 @@ from dtransformer.trainers.data import element_specs
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
+from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.rank_agreement import check_same_training
@@ -142,6 +144,37 @@ class Program:
             self._options.steps_per_execution,
         )
         return self.runner
+
+    def recompile(self):
+        """Trace all steps again in their next calls."""
+        if self.runner is not None:
+            self.runner.recompile()
+
+    def build_for_call(self, inputs):
+        """Build the engine before the first eager call of the trainer with tensors.
+
+        Keras would build the network below the trainer's name.
+        """
+        is_symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
+        if self.engine is None and tf.executing_eagerly() and not is_symbolic:
+            self.build_engine((inputs,))
+
+    def call(self, inputs, training):
+        """Return the network's outputs without padding of the vocabulary; see `Trainer.call`.
+
+        Raises:
+            ValueError: If `training` is true and the engine compiles its functions separately.
+        """
+        if self.engine is None or not self.compiler.in_parts or not tf.executing_eagerly():
+            outputs = ForwardStep(self._network).outputs(inputs, training=training)
+            return without_padding(outputs, self._network)
+        if training:
+            raise ValueError(
+                "A trainer on a mesh or in a pipeline cannot be called with `training=True`. Use "
+                "`fit` or `train_on_batch` to train, or call it with `training=False`."
+            )
+        with _compat.without_autocast():  # As in `predict`, the network's layers cast.
+            return without_padding(self.engine.predict(inputs), self._network)
 
     def predictor(self, first, sharding):
         """Return the `Predictor` of batches with this `RowSharding`."""

@@ -56,6 +56,10 @@ class Step:
         """Derive the dropout seed from the job's seed, which a checkpoint may have changed."""
         self._seed = tf.constant(derived_seed("dropout", job.data_shard()[0]), INDEX_TYPE)
 
+    def num_updates(self):
+        """Return the number of optimizer steps so far, read from the device."""
+        return int(self._optimizer.iterations)
+
     def train(self, batch, sharding):
         """Update the weights with a batch.
 

@@ -57,13 +57,9 @@ class StepRunner:
         self._test = self._compiler.whole(self._step.test)
         self._is_compiled = False
 
-    def start_training(self, num_steps):
-        """Prepare training from a step that a checkpoint may have restored.
-
-        Args:
-            num_steps: Number of optimizer steps so far.
-        """
-        self.num_steps = num_steps
+    def start_training(self):
+        """Prepare training from a step that a checkpoint may have restored."""
+        self.num_steps = self._step.num_updates()
         self._step.take_seed()
         if self._throughput is None:
             peak = tf.constant(measured_peak(self._network.compute_dtype), "float32")
@@ -113,6 +109,21 @@ class StepRunner:
             logs: `StepLogs` of the evaluation, see `new_evaluation`.
         """
         return self._run(self._test, iterator, sharding, logs)
+
+    def train_batch(self, batch, sharding):
+        """Train on one batch and return its logs.
+
+        Args:
+            batch: Tuple of inputs, labels and sample weights.
+            sharding: `RowSharding` of the batch.
+        """
+        self.start_training()
+        self.start_logs(log_every=1)
+        return self.train(iter([batch]), sharding)
+
+    def test_batch(self, batch, sharding):
+        """Evaluate one batch and return its logs; arguments as in `train_batch`."""
+        return self.test(iter([batch]), sharding, self.new_evaluation(1))
 
     def new_evaluation(self, log_every=None):
         """Return the `StepLogs` of an evaluation."""

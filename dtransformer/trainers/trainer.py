@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.inputs.weights_file import class_of, load_weights
 from dtransformer.layers.base import register
 from dtransformer.parallel.config import validators
@@ -33,11 +31,9 @@ from dtransformer.trainers.compile_options import (
     scale_loss,
 )
 from dtransformer.trainers.data import prepare_data
-from dtransformer.trainers.engines.base import ForwardStep
-from dtransformer.trainers.epoch_loop import evaluate
-from dtransformer.trainers.fit import FitOptions, chief_verbosity, run_fit
+from dtransformer.trainers.epoch_loop import chief_verbosity, evaluate
+from dtransformer.trainers.fit import FitOptions, run_fit
 from dtransformer.trainers.network_files import MODEL_SUFFIX, NetworkFiles
-from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.program import Program
 from dtransformer.trainers.reports import Reports
 from dtransformer.trainers.row_sharding import RowSharding
@@ -84,35 +80,27 @@ class Trainer(keras.Model):
         self.objective = None
         self._num_fits = 0
         self._files = NetworkFiles(network)
-        self._set_options(CompileOptions())
+        self._set_options()
 
-    def _set_options(self, options):
-        """Create the collaborators that depend on the arguments of `compile`."""
+    def _set_options(self, **options):
+        """Create the collaborators that depend on the arguments of `compile`.
+
+        Args:
+            **options: As `CompileOptions`.
+        """
+        options = CompileOptions(**options)
         self._program = Program(self, self.network, self._parallel_config, options)
-        self._checkpoints = Checkpoints(self._program.training_state)
+        self._checkpoints = Checkpoints(self._program)
         self._reports = Reports(self.network, options.optimizer, self._program)
 
     # The Keras model.
 
     def __call__(self, inputs: Any, *args, **kwargs) -> Any:
-        is_symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
-        if self._program.engine is None and tf.executing_eagerly() and not is_symbolic:
-            # Build the network under its name, not below the trainer's.
-            self._program.build_engine((inputs,))
+        self._program.build_for_call(inputs)
         return super().__call__(inputs, *args, **kwargs)
 
     def call(self, inputs: Any, training: bool | None = False) -> Any:
-        engine = self._program.engine
-        if engine is None or not self._program.compiler.in_parts or not tf.executing_eagerly():
-            outputs = ForwardStep(self.network).outputs(inputs, training=training)
-            return without_padding(outputs, self.network)
-        if training:
-            raise ValueError(
-                "A trainer on a mesh or in a pipeline cannot be called with `training=True`. Use "
-                "`fit` or `train_on_batch` to train, or call it with `training=False`."
-            )
-        with _compat.without_autocast():  # As in `predict`, the network's layers cast.
-            return without_padding(engine.predict(inputs), self.network)
+        return self._program.call(inputs, training)
 
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.network.built:
@@ -178,18 +166,15 @@ class Trainer(keras.Model):
         )
         if auto_scale_loss:
             self.optimizer = scale_loss(self.network, self.optimizer)
-        compile_checks.check_compile_options(
-            self.objective, self.optimizer, run_eagerly, jit_compile
-        )
+        compiler = StepCompiler(jit_compile, run_eagerly)
+        compile_checks.check_compile_options(self.objective, self.optimizer, compiler)
         self._set_options(
-            CompileOptions(
-                objective=self.objective,
-                optimizer=self.optimizer,
-                compiled_metrics=self._compile_metrics,
-                compiler=StepCompiler(jit_compile, run_eagerly),
-                log_every=resolve_log_every(log_every),
-                steps_per_execution=steps_per_execution,
-            )
+            objective=self.objective,
+            optimizer=self.optimizer,
+            compiled_metrics=self._compile_metrics,
+            compiler=compiler,
+            log_every=resolve_log_every(log_every),
+            steps_per_execution=steps_per_execution,
         )
 
     def _check_compiled(self, method):
@@ -301,7 +286,6 @@ class Trainer(keras.Model):
             )
             data = prepare_data(x, shard, self.network)
             runner = self._build_steps("evaluate", data.first)
-            verbose = chief_verbosity(verbose)
             logs = evaluate(
                 self, runner, data, y, sample_weight, batch_size, steps, callbacks, verbose
             )
@@ -335,8 +319,8 @@ class Trainer(keras.Model):
 
     def make_train_function(self, force: bool = False) -> None:
         """Trace the training step again in its next call if `force` is true; as in Keras."""
-        if force and self._program.runner is not None:
-            self._program.runner.recompile()
+        if force:
+            self._program.recompile()
 
     def make_predict_function(self, force: bool = False) -> Callable:
         """Return the function that `predict` and `predict_on_batch` have set."""
@@ -355,17 +339,10 @@ class Trainer(keras.Model):
         with job.doing("compiling"), convert_step_errors():
             x, y, sample_weight = preprocess_batch(self.network, x, y, sample_weight)
             runner = self._build_steps("train_on_batch", (x,))
-            if class_weight is not None:
-                self.objective.check_class_weight(y)
-                sample_weight = _compat.class_weight_to_sample_weight(
-                    y, class_weight, sample_weight
-                )
+            sample_weight = self.objective.sample_weight(y, class_weight, sample_weight)
             self._checkpoints.track(None)
-            runner.start_training(int(self.optimizer.iterations))
-            runner.start_logs(log_every=1)
             self.reset_metrics()
-            batch = iter([(x, y, sample_weight)])
-            logs = runner.train(batch, RowSharding.of_data(x, shard))
+            logs = runner.train_batch((x, y, sample_weight), RowSharding.of_data(x, shard))
             return logs if return_dict else self._as_list(logs)
 
     def test_on_batch(
@@ -381,8 +358,7 @@ class Trainer(keras.Model):
             x, y, sample_weight = preprocess_batch(self.network, x, y, sample_weight)
             runner = self._build_steps("test_on_batch", (x,))
             self.reset_metrics()
-            batch = iter([(x, y, sample_weight)])
-            logs = runner.test(batch, RowSharding.of_data(x, shard), runner.new_evaluation(1))
+            logs = runner.test_batch((x, y, sample_weight), RowSharding.of_data(x, shard))
             return logs if return_dict else self._as_list(logs)
 
     def predict_on_batch(self, x: Any, shard: bool | None = None) -> Any:
@@ -445,13 +421,8 @@ class Trainer(keras.Model):
         ...     logs = trainer.evaluate(x, x[:, :1], verbose=0, return_dict=True)
         """
         step = self.optimizer_step
-        if step is not None:
-            step.take_averages(exchanges=True)
-        try:
+        with contextlib.nullcontext() if step is None else step.averaged_weights():
             yield
-        finally:
-            if step is not None:
-                step.take_averages(exchanges=True)
 
     # Checkpoints and files.
 
@@ -498,9 +469,8 @@ class Trainer(keras.Model):
         """
         if str(path).endswith(MODEL_SUFFIX):
             options = {"replicas": replicas, "assets": assets, "metrics": metrics, **kwargs}
-            self._files.save_model(
-                path, overwrite, super().save, getattr(self, "optimizer", None), options
-            )
+            optimizer = getattr(self, "optimizer", None)
+            self._files.save_model(path, overwrite, super().save, optimizer, options)
             return
         if kwargs:
             raise TypeError(f"save() of a checkpoint has no options {', '.join(kwargs)}.")
@@ -550,11 +520,7 @@ class Trainer(keras.Model):
         []
         """
         self._check_compiled("restore")
-        seed = job.seed()
-        restored = self._checkpoints.restore(path, strict, weights_only, check)
-        if job.seed() != seed and self._program.runner is not None:
-            self._program.runner.recompile()  # Steps were traced with the previous seed.
-        return restored
+        return self._checkpoints.restore(path, strict, weights_only, check)
 
     def save_weights(
         self,
@@ -590,10 +556,8 @@ class Trainer(keras.Model):
         Raises:
             InputError: If the file is damaged or does not contain the network's weights.
         """
-        if not self.network.built:
-            self.network.build()  # Build it under its name, with which weight paths begin.
+        self.build()  # Build the network under its name, with which weight paths begin.
         if class_of(filepath) == type(self).__name__:
-            self.build()
             load_weights(super(), filepath, **kwargs)
         else:
             self._files.load_weights(filepath, **kwargs)

@@ -123,7 +123,7 @@ TRANSLATE = [*COMMAND, "translate", "--run", "é"]
     "command, environment, streams, told",
     [
         (COMMAND, {"KERAS_BACKEND": "jax"}, "", "KERAS_BACKEND=tensorflow"),
-        (TRANSLATE, {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}, "", "é: there is no such"),
+        (TRANSLATE, {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}, "", "folder `é` does not exist"),
         ([*COMMAND, "doctor"], {}, ">/dev/full", "No space left"),
     ],
     ids=["backend", "locale", "full disk"],

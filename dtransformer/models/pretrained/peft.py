@@ -215,7 +215,20 @@ def _rank_and_alpha(config, module, folder):
 
 
 def _kernels_by_module(network, modules, folder):
-    """Return a dict from module names to tuples of the kernel's path and its `StoredTensor`."""
+    """Find the kernels of adapted modules.
+
+    Args:
+        network: The network.
+        modules: Set of the module names in the file.
+        folder: Folder of the file, for error messages.
+
+    Returns:
+        A dict from module names to tuples of the kernel's path and its `StoredTensor`, by the names
+        of the first compatible family that has all modules.
+
+    Raises:
+        InputError: If no family has all modules.
+    """
     missing = modules
     for _, paths in _compatible_families(network):
         by_module = {module: (path, tensor) for path, (module, tensor) in paths.items()}

@@ -45,9 +45,9 @@ def relayout(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
 def relayout_with_gradient(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
     """Change the layout of a tensor and of its gradient.
 
-    Unlike `relayout`, the gradient also gets the layout `specs`. `relayout` would give it the
-    layout of the input, which functions keep in memory for this purpose. Most inputs already have
-    the layout.
+    The gradient gets the layout `specs`. With `relayout` it would get the layout of the input, and
+    the input would stay in memory until the backward pass. Use this function where inputs usually
+    have the layout `specs` already.
     """
 
     @custom_gradient

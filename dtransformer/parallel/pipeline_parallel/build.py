@@ -265,7 +265,10 @@ def _sizes(parts, recorder):
 
 
 def _size(layer):
-    """Return 1 plus the number of weights that a layer multiplies with each position."""
+    """Return the size of a layer for balancing stages: 1 plus its weight elements.
+
+    Embedding tables do not count, because a position reads only one of their rows.
+    """
     tables = {
         id(variable)
         for inner in _compat.flat_layers(layer)

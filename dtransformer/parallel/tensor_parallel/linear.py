@@ -327,7 +327,10 @@ class _FeatureShards:
         return self._split(x) if self.length_axis else self._relayout(x)
 
     def rows(self, kernel):
-        """Reshape a kernel `[*features, h]` to `[f, h]` or `[t, f, h]`."""
+        """Reshape a kernel `[*features, h]` to `[f, h]`, sharded over its rows.
+
+        If the length is also sharded, the result is `[t, f / t, h]` with one slice per shard.
+        """
         shards = [self.num_shards] if self.length_axis else []
         kernel = tf.reshape(kernel, [*shards, -1, kernel.shape[-1]])
         return relayout(kernel, (self.axis, *[None] * (len(kernel.shape) - 1)))

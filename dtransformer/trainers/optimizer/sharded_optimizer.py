@@ -139,6 +139,15 @@ class ShardedOptimizer:
         with transport.global_names():
             assign_averages(self._optimizer, self._units, self._store, exchanges)
 
+    @contextlib.contextmanager
+    def averaged_weights(self):
+        """Swap the weights with their moving averages in the `with` block."""
+        self.take_averages(exchanges=True)
+        try:
+            yield
+        finally:
+            self.take_averages(exchanges=True)
+
 
 def _keep(gradients):
     return gradients
