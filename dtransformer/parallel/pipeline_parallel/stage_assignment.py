@@ -12,6 +12,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.schedules.placement import Placement
+from dtransformer.parallel.tracing.added_losses import may_add_losses
 
 
 def chunk_of(layer, placement: Placement) -> int:
@@ -46,7 +47,8 @@ def can_be_copied(layer) -> bool:
     for inner in _compat.flat_layers(layer):
         weights = {id(weight) for weight in _compat.own_trainable_variables(inner)}
         has_state = any(id(variable) not in weights for variable in _compat.own_variables(inner))
-        if has_state or inner.metrics or _compat.adds_losses(inner):
+        reports_sums = inner.metrics or getattr(inner, "adds_means", False)
+        if has_state or reports_sums or may_add_losses(inner):
             return False
     return True
 
