@@ -41,10 +41,12 @@ PLAN = "plan.txt"
 CSV = "metrics.csv"
 LOSS_PLOT = "loss.svg"
 PROFILE = "profile"
+LOGS = "logs"
+ENVIRONMENT = "env.json"
 SHARDS = "shards"
 PARTS = frozenset(
     {RUN, CONFIG, TOKENIZER, WEIGHTS, ADAPTERS, METRICS, CHECKPOINTS, TENSORBOARD, PLAN, SHARDS}
-    | {CSV, LOSS_PLOT, PROFILE, "wandb"}
+    | {CSV, LOSS_PLOT, PROFILE, LOGS, ENVIRONMENT, "wandb"}
 )
 
 _VERSION = 1

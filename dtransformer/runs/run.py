@@ -52,6 +52,7 @@ from dtransformer.runs.loading import start_job
 from dtransformer.runs.loss_plot import write_loss_plot
 from dtransformer.runs.optimizers import group_weights, make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
+from dtransformer.runs.records import rank_log, write_environment
 from dtransformer.runs.stopped import explained
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
@@ -129,9 +130,11 @@ def train(
         if plan is not None and job.is_chief():
             write_text_atomically(folder.path / PLAN, text_of(plan) + "\n")
         run = RunIdentity.load(folder.path)
+        write_environment(folder.path, run.files[CONFIG])
         if not (resumes and _has_ended(folder.path, config)):
             callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
-            with explained(config, config_path, folder.path, settings):
+            context = explained(config, config_path, folder.path, settings)
+            with rank_log(folder.path), context:
                 trainer.fit(
                     batches["train"],
                     epochs=config.training.epochs,

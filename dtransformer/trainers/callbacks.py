@@ -79,6 +79,40 @@ class LossMonitor(_StepCallback):
             job.print_once(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
 
 
+class TimeMonitor(keras.callbacks.Callback):
+    """Prints the time of each epoch and its mean time per step, on rank 0.
+
+    An epoch's time includes validation and compilation.
+
+    Args:
+        data_size: Positive integer. Number of steps per epoch, for the time per step. Defaults to
+            the number of optimizer steps of the epoch.
+
+    Example:
+
+    ```python
+    model.fit(dataset, epochs=2, verbose=0, callbacks=[TimeMonitor()])
+    # Train epoch time: 5316.104 ms, per step time: 26.581 ms
+    ```
+    """
+
+    def __init__(self, data_size: int | None = None):
+        super().__init__()
+        self.data_size = None if data_size is None else check_int("data_size", data_size)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._num_batches = 0
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._num_batches = batch + 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        milliseconds = 1000 * (time.perf_counter() - self._start)
+        per_step = milliseconds / (self.data_size or max(self._num_batches, 1))
+        job.print_once(f"Train epoch time: {milliseconds:.3f} ms, per step time: {per_step:.3f} ms")
+
+
 class MetricsFile(_StepCallback):
     """Appends the logs to a JSON Lines file, one object per line.
 

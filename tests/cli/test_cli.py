@@ -1,5 +1,6 @@
 """Promise: commands lead from files to translations, and wrong input is an error of one line."""
 
+import hashlib
 import io
 import json
 import shutil
@@ -81,6 +82,8 @@ def test_run_folder_contains_all_files(run):
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints",
         "config.yaml",
+        "env.json",
+        "logs",
         "loss.svg",
         "metrics.jsonl",
         "model.weights.h5",
@@ -93,6 +96,10 @@ def test_run_folder_contains_all_files(run):
     assert epochs[-1]["val_loss"] < epochs[0]["val_loss"]
     for name in ("loss", "accuracy", "val_bleu", "gradient_norm", "tokens_per_second"):
         assert name in epochs[-1]
+    assert "val_loss" in (run / "logs/rank-0.log").read_text()
+    (start,) = json.loads((run / "env.json").read_text())
+    config = (run / "config.yaml").read_bytes()
+    assert start["config_sha256"] == hashlib.sha256(config).hexdigest()
 
 
 def test_translate_prints_one_line_per_input_line(run, monkeypatch, capsys):

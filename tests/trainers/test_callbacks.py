@@ -15,6 +15,7 @@ from dtransformer.trainers.callbacks import (
     LossMonitor,
     MetricsFile,
     SacreBleu,
+    TimeMonitor,
 )
 
 STEPS = 6
@@ -74,6 +75,23 @@ class TestLossMonitor:
         fit(model, LossMonitor(every=2))
         lines = capsys.readouterr().out.splitlines()
         assert [line.split(",")[0] for line in lines] == ["epoch: 1 step: 3", "epoch: 1 step: 6"]
+
+
+class TestTimeMonitor:
+    PATTERN = r"Train epoch time: (\d+\.\d{3}) ms, per step time: (\d+\.\d{3}) ms"
+
+    @pytest.mark.parametrize("data_size, num_steps", [(None, STEPS), (2, 2)])
+    def test_prints_the_time_of_epochs_and_steps(self, data_size, num_steps, model, capsys):
+        fit(model, TimeMonitor(data_size), epochs=2)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 2
+        for line in lines:
+            epoch, step = map(float, re.fullmatch(self.PATTERN, line).groups())
+            assert 0 < step == pytest.approx(epoch / num_steps, abs=0.001)
+
+    def test_other_ranks_print_nothing(self, model, another_rank, capsys):
+        fit(model, TimeMonitor())
+        assert capsys.readouterr().out == ""
 
 
 class TestMetricsFile:
