@@ -32,7 +32,7 @@ from dtransformer.models import (
 )
 from dtransformer.models.lora import adapters_of
 from dtransformer.models.one_stack import with_task_head
-from dtransformer.models.pretrained.save import config_of
+from dtransformer.models.pretrained.save import hf_config
 from harness.byte_tokenizer import write_byte_tokenizer
 
 VOCABULARY = 300
@@ -189,7 +189,7 @@ def published_folder(good, rng, folder):
 
 def check_fields(config, network):
     """Raise a Failure if the network's saved config differs from the loaded config."""
-    saved = config_of(network)
+    saved = hf_config(network)
     loose = {"architectures", "dtype", "torch_dtype", *(x for x in saved if x.endswith("_id"))}
     for name, value in saved.items():
         if name in loose or config.get(name) is None:

@@ -64,12 +64,12 @@ def has_experts(arguments: Mapping, number: int) -> bool:
     return arguments_of_block(arguments, number).get("experts", default)
 
 
-def shortest(blocks: Pattern) -> list[dict]:
+def shortest_pattern(blocks: Pattern) -> list[dict]:
     """Return the shortest pattern that repeats to the given list of blocks.
 
     Example:
 
-    >>> shortest([{"window": 4}, {}, {"window": 4}, {}, {"window": 4}])
+    >>> shortest_pattern([{"window": 4}, {}, {"window": 4}, {}, {"window": 4}])
     [{'window': 4}, {}]
     """
     blocks = list(map(dict, blocks))

@@ -103,6 +103,12 @@ def hunyuan(vocab_size, num_layers):
     return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **changes)
 
 
+def apertus(vocab_size, num_layers):
+    """Apertus' blocks: query and key norms, and an activation with trained weights."""
+    changes = {"qk_norm": "rms_norm", "gated": False, "hidden_act": "xielu", "tied_head": False}
+    return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **changes})
+
+
 def modernbert(vocab_size, num_layers):
     """ModernBERT's blocks: an encoder with rotary positions, two-sided windows, norms without beta."""
     changes = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
@@ -128,5 +134,6 @@ DECODERS = {
     "gpt_oss": gpt_oss,
     "deepseek": deepseek,
     "hunyuan": hunyuan,
+    "apertus": apertus,
 }
 ENCODERS = {"modernbert": modernbert}

@@ -5,6 +5,7 @@ References:
 - [Hendrycks and Gimpel, 2016](https://arxiv.org/abs/1606.08415), for GELU
 - [Shazeer, 2020](https://arxiv.org/abs/2002.05202), for gated activations
 - [OpenAI, 2025](https://arxiv.org/abs/2508.10925), for the clamped gate of gpt-oss
+- [Huang, 2024](https://arxiv.org/abs/2411.13010), for xIELU
 """
 
 import math
@@ -52,6 +53,39 @@ def clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     x is clamped to [−7, 7] and the gate g to at most 7. The gradient stores only the two arguments.
     """
     return _recomputed(_clamped_swiglu, gate, x)
+
+
+# Linear slope of xIELU, and the largest input of its exponential function.
+XIELU_SLOPE = 0.5
+XIELU_LIMIT = -1e-6
+# Names of xIELU's weights -> their first values.
+XIELU_WEIGHTS = {
+    "xielu_alpha_p": math.log(math.expm1(0.8)),
+    "xielu_alpha_n": math.log(math.expm1(0.8 - XIELU_SLOPE)),
+}
+
+
+@register
+def xielu(x: tf.Tensor, alpha_p: tf.Tensor, alpha_n: tf.Tensor) -> tf.Tensor:
+    """Return xIELU, an activation with two trained scalars per layer.
+
+    It is a · x² + x / 2 for x > 0, and b · (exp(x) − 1 − x) + x / 2 otherwise, where a is
+    softplus(alpha_p) and b is softplus(alpha_n) + 1/2. The gradient stores only the arguments.
+
+    Args:
+        x: Floating-point tensor.
+        alpha_p, alpha_n: Weights with shape `[1]`.
+    """
+    return _recomputed(_xielu, x, alpha_p, alpha_n)
+
+
+def _xielu(x, alpha_p, alpha_n):
+    wide = _widen(x)
+    a = tf.math.softplus(_widen(alpha_p))
+    b = tf.math.softplus(_widen(alpha_n)) + XIELU_SLOPE
+    negative = b * (tf.math.expm1(tf.minimum(wide, XIELU_LIMIT)) - wide)
+    y = tf.where(wide > 0, a * tf.square(wide), negative) + XIELU_SLOPE * wide
+    return tf.cast(y, x.dtype)
 
 
 def _clamped_swiglu(gate, x):
@@ -140,19 +174,27 @@ _ACTIVATIONS = {
     "gelu_tanh": gelu_tanh,
     "relu2": relu2,
     "clamped_swiglu": clamped_swiglu,
+    "xielu": xielu,
 }
 
 
-def get_activation(identifier: str | dict | Callable) -> Callable:
+def get_activation(identifier: str | dict | Callable, allow_weights: bool = False) -> Callable:
     """Return an activation function.
 
     Args:
         identifier: Name of a function in this module or in `keras.activations`; a serialized Keras
             object; the class of a layer; or a callable, which is returned as is.
+        allow_weights: Boolean. Whether to allow `xielu`, which needs weights. Defaults to `False`.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: If the name is unknown, or the activation needs weights without
+            `allow_weights`.
     """
+    if identifier in ("xielu", xielu) and not allow_weights:
+        raise ValueError(
+            "`hidden_act='xielu'` has weights, but only feed-forward layers without experts support "
+            "them. Choose an activation without weights."
+        )
     if isinstance(identifier, dict):  # The config of a layer stores an activation as a dictionary.
         identifier = keras.saving.deserialize_keras_object(identifier)
     if isinstance(identifier, type):  # A layer class becomes an instance.

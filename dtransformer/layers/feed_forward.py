@@ -7,7 +7,13 @@ import keras
 import tensorflow as tf
 
 from dtransformer.errors import check_int
-from dtransformer.layers.activations import gated_product, get_activation, needs_gate
+from dtransformer.layers.activations import (
+    XIELU_WEIGHTS,
+    gated_product,
+    get_activation,
+    needs_gate,
+    xielu,
+)
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import StreamLayer, check_divisible, check_rate, register
 from dtransformer.layers.dropout import Dropout
@@ -47,14 +53,17 @@ class FeedForward(StreamLayer):
         `[b, s, h]`
 
     Raises:
-        ValueError: If `hidden_act` needs a gate and `gated` is `False`, `expert_num` is not 1, or
-            `model_parallel` does not divide a size.
+        ValueError: If `hidden_act` needs a gate and `gated` is `False`, or `hidden_act` is
+            `"xielu"` and `gated` is `True`, `expert_num` is not 1, or `model_parallel` does not
+            divide a size.
 
     Example:
 
     >>> FeedForward(8, 32)(tf.zeros((2, 3, 8))).shape
     TensorShape([2, 3, 8])
     """
+
+    has_experts = False
 
     def __init__(
         self,
@@ -74,9 +83,11 @@ class FeedForward(StreamLayer):
         self.ffn_hidden_size = check_int("ffn_hidden_size", ffn_hidden_size)
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
         self.hidden_act = hidden_act
-        self.activation = get_activation(hidden_act)
+        self.activation = get_activation(hidden_act, allow_weights=not self.has_experts)
         if needs_gate(self.activation) and not gated:
             raise ValueError(f"`hidden_act={hidden_act!r}` requires `gated=True`.")
+        if self.activation is xielu and gated:
+            raise ValueError("`hidden_act='xielu'` requires `gated=False`.")
         if check_int("expert_num", expert_num) != 1:
             raise ValueError(
                 f"`expert_num={expert_num}` must be 1. Use `layers.MoE` for several experts."
@@ -121,6 +132,10 @@ class FeedForward(StreamLayer):
 
     def build(self, input_shape: tuple) -> None:
         self.add_dense(self.kernel_initializer)
+        if self.activation is xielu:
+            for name, value in XIELU_WEIGHTS.items():
+                initializer = keras.initializers.Constant(value)
+                setattr(self, name, self.add_weight((1,), initializer, axes=(None,), name=name))
         self.dropout.build(input_shape)
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
@@ -137,7 +152,10 @@ class FeedForward(StreamLayer):
         if self.use_bias:
             x = add_bias(x, self.mapping_bias)
             gate = [add_bias(y, self.gate_bias) for y in gate]
-        x = gated_product(self.activation, gate[0], x) if self.gated else self.activation(x)
+        if self.activation is xielu:
+            x = xielu(x, self.xielu_alpha_p, self.xielu_alpha_n)
+        else:
+            x = gated_product(self.activation, gate[0], x) if self.gated else self.activation(x)
         # [batch, length, mlp] -> [batch, length, embed]
         x = row_parallel(x, self.projection_kernel, ("mlp",))
         if self.use_bias:

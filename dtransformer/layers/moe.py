@@ -70,6 +70,8 @@ class MoE(FeedForward):
     TensorShape([2, 3, 8])
     """
 
+    has_experts = True
+
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, moe_config: MoEConfig | dict, **kwargs
     ):

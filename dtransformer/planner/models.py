@@ -89,14 +89,16 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
 
 
 def _vector_parameters(arguments):
-    """Return the number of parameters of a block's query, key and latent norms and sinks."""
+    """Return the number of parameters of a block's small vectors: norms, sinks and xIELU."""
     n = arguments["num_heads"]
     latent = Latent.of(arguments.get("latent"))
     d = arguments.get("head_dim") or arguments["hidden_size"] // n
     m = arguments.get("num_kv_heads") or n
     gains = {None: 0, "rms_norm_all_heads": (n + m) * d, "layer_norm": 4 * d}
     latents = 0 if latent is None else latent.kv_rank + (latent.query_rank or 0)
-    return gains.get(arguments.get("qk_norm"), 2 * d) + latents + n * bool(arguments.get("sinks"))
+    sinks = n * bool(arguments.get("sinks"))
+    activation = 2 * (arguments.get("hidden_act") == "xielu")
+    return gains.get(arguments.get("qk_norm"), 2 * d) + latents + sinks + activation
 
 
 def _expert_fields(arguments, num_layers):

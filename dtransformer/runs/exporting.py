@@ -8,7 +8,7 @@ import keras
 from dtransformer.errors import InputError, refusing
 from dtransformer.models import check_target, load_lora, merge_lora, save_lora, save_pretrained
 from dtransformer.models.lora import adapters_of, only_adapters_are_trained
-from dtransformer.models.pretrained.save import config_of
+from dtransformer.models.pretrained.save import hf_config
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import ADAPTERS, WEIGHTS, is_run
 from dtransformer.runs.tasks.base import Task
@@ -42,7 +42,7 @@ def check_export(task: Task, overwrite: bool) -> None:
         )
     if options.merge_adapters or not adapters_of(task.core):
         with refusing("export.family"):
-            config_of(task.core, options.family)
+            hf_config(task.core, options.family)
 
 
 def export(

@@ -13,7 +13,7 @@ from dtransformer.inputs.json_file import read_object
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models.lora import adapters_of, merge_lora
 from dtransformer.models.lora_folder import load_lora
-from dtransformer.models.pretrained.families.task_heads import SEQUENCE, TOKENS, labels_of
+from dtransformer.models.pretrained.families.task_heads import SEQUENCE, TOKENS, read_labels
 from dtransformer.models.pretrained.folder import MODULES
 from dtransformer.models.pretrained.load import architecture_of, from_pretrained
 from dtransformer.parallel.config.elastic_config import refit
@@ -94,7 +94,7 @@ def load_published(folder: str) -> Task:
         InputError: If the folder is unusable, or its network has no suitable head.
     """
     fields = read_object(f"{folder}/config.json")
-    labels = labels_of(fields, folder)
+    labels = read_labels(fields, folder)
     architecture = str(fields.get("architectures"))
     if os.path.exists(f"{folder}/{MODULES}"):
         kind = "embedding"

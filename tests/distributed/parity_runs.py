@@ -81,6 +81,7 @@ LONG = """
     long_gpt_oss/cp2pp2m2-1f1b@2x2+ulysses long_deepseek/cp2@2x1+ring
     long_deepseek/dp2cp2ep2@1x4+ulysses long_deepseek/cp2mp2@2x2+rows+all_gather
     long_olmo/cp2@2x1+ring hunyuan.used/mp2@1x2+rows hunyuan.used/pp2m2-1f1b@2x1
+    apertus/mp2@1x2+rows+sp apertus/dp2@2x1+shard3+recompute deep_apertus/pp2m2-1f1b@2x1
     modernbert/mp2@1x2+rows+sp modernbert/dp2@2x1+shard3 deep_modernbert/pp2m2-1f1b@2x1
     gemma/dp2mp2@2x2+rows+shard2 modernbert/dp2@2x1 sgd/dp2mp2m2@4x1+rows+sp+whole2+recompute
     tied/mp2pp2m2-gpipe@2x2+rows+sp deep/dp2pp2m2-zb_v2@4x1+shard2+recompute

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import FeedForward
-from dtransformer.layers.activations import gated_product, gelu, gelu_tanh, get_activation
+from dtransformer import MoEConfig
+from dtransformer.layers import FeedForward, MoE
+from dtransformer.layers.activations import gated_product, gelu, gelu_tanh, get_activation, xielu
+from dtransformer.layers.heads import MaskedLMHead
 
 PAIRS = {
     "gelu": (gelu, keras.activations.gelu),
@@ -79,6 +81,41 @@ def test_clamped_swiglu_matches_gpt_oss(dtype, tolerance):
 def test_gated_activation_requires_gated_layer():
     with pytest.raises(ValueError, match="'clamped_swiglu'` requires `gated=True`"):
         FeedForward(4, 8, hidden_act="clamped_swiglu")
+
+
+def xielu_formula(x, alpha_p, alpha_n):
+    """Return xIELU as in the paper, section 3, with the limit of the published code."""
+    positive = tf.math.log1p(tf.exp(alpha_p)) * x**2
+    negative = (tf.math.log1p(tf.exp(alpha_n)) + 0.5) * (tf.exp(tf.minimum(x, -1e-6)) - 1 - x)
+    return tf.where(x > 0, positive, negative) + 0.5 * x
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("bfloat16", 3e-2)])
+def test_xielu_matches_its_formula(dtype, tolerance):
+    values = np.linspace(-9, 9, 61), [0.3], [-1.1]
+    results = []
+    for function, precision in ((xielu, dtype), (xielu_formula, "float64")):
+        inputs = [tf.constant(x, precision) for x in values]
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            y = function(*inputs)
+        results.append([y, *tape.gradient(y, inputs, tf.cos(tf.cast(tf.range(61), precision)))])
+    for x, reference in zip(*results):
+        assert x.dtype == dtype and x.shape == reference.shape
+        scale = np.abs(reference).max()
+        np.testing.assert_allclose(tf.cast(x, "float64"), reference, atol=tolerance * scale)
+
+
+def test_xielu_needs_a_feed_forward_layer_without_gate_and_experts():
+    with pytest.raises(ValueError, match="'xielu'` requires `gated=False`"):
+        FeedForward(4, 8, hidden_act="xielu", gated=True)
+    experts = MoEConfig(expert_num=4)
+    for layer in (
+        lambda: MoE(4, 8, experts, hidden_act="xielu"),
+        lambda: MaskedLMHead(9, 4, hidden_act="xielu"),
+    ):
+        with pytest.raises(ValueError, match="only feed-forward layers without experts"):
+            layer()
 
 
 OTHERS = {"relu": [keras.activations.relu] * 2, "own": [Doubled()] * 2}

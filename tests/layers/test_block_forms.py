@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.block_forms import PLACEMENTS, arguments_of_block, has_experts, shortest
+from dtransformer.block_forms import PLACEMENTS, arguments_of_block, has_experts, shortest_pattern
 from dtransformer.layers import TransformerDecoder, TransformerEncoder
 
 BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "causal": True}
@@ -35,8 +35,8 @@ def test_moe_every_and_pattern_select_expert_blocks(every, pattern, expected):
 @pytest.mark.parametrize("period", [1, 2, 3, 5])
 def test_shortest_finds_the_period(period):
     pattern = [{"window": i + 1} for i in range(period)]
-    assert shortest([pattern[i % period] for i in range(11)]) == pattern
-    assert shortest([]) == []
+    assert shortest_pattern([pattern[i % period] for i in range(11)]) == pattern
+    assert shortest_pattern([]) == []
 
 
 def test_stack_with_pattern_equals_separate_blocks():

@@ -26,6 +26,7 @@ NETWORKS = {
     "olmo": lambda: CausalLM(23, **SIZES, **LLAMA, **OLMO),
     "neox": lambda: CausalLM(23, **SIZES, norm_placement="parallel"),
     "falcon": lambda: CausalLM(23, **SIZES, **LLAMA, norm_placement="parallel_one_norm"),
+    "apertus": lambda: CausalLM(23, **SIZES, hidden_act="xielu"),
     "nemotron": lambda: CausalLM(23, **SIZES, norm="layer_norm_unit_offset", hidden_act="relu2"),
     "dense_first": lambda: CausalLM(
         23, **SIZES, moe_config=SMALL_EXPERTS, block_pattern=[{"experts": False}, {}]

@@ -600,7 +600,7 @@ def test_yaml_recreates_the_config(gpt3_plan):
 # Families without a preset.
 NO_PRESETS = {
     *("seed_oss", "granite", "olmo3", "olmoe", "glm4_moe", "camembert", "mbart", "pegasus", "mt5"),
-    "hunyuan_v1_dense",
+    *("hunyuan_v1_dense", "apertus"),
 }
 
 

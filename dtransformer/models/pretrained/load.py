@@ -14,7 +14,6 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation import rules as generation_rules
 from dtransformer.models.pretrained.families import FAMILIES, Family
-from dtransformer.models.pretrained.families.family import DECODER_IDS
 from dtransformer.models.pretrained.families.task_heads import with_stored_head
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder
 from dtransformer.models.pretrained.quantized import quantization_form
@@ -113,7 +112,7 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         family = get_family(content.config, content.path / CONFIG)
         network_args = network_arguments(family, content.config, content.path / CONFIG)
         rules = _generation_rules(content, family)
-        return content, family, family.finalize(network_args, content.shapes.keys()), rules
+        return content, family, family.adapt_to_file(network_args, content.shapes), rules
 
     content, family, network_args, rules = together(open_folder, "pretrained/folder")
     network_args |= arguments
@@ -206,15 +205,15 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
         )
     try:
         vocab_size = config["vocab_size"]
-        special_ids = family.special_ids
-        arguments = {"vocab_size": vocab_size, **family.arguments(config)}
-        for argument, field in special_ids.items():
+        is_encoder_decoder = issubclass(family.network, EncoderDecoderModel)
+        arguments = {"vocab_size": vocab_size, **family.from_hf(config)}
+        for argument, field in family.special_ids.items():
             default = family.ids.get(field)
             if default is not None and default >= vocab_size:
                 default = None
             value = config.get(field, default)
             value = value[0] if isinstance(value, list) and value else value
-            if value is None and special_ids is DECODER_IDS:
+            if value is None and is_encoder_decoder:
                 raise InputError(f"The token id `{field}` is missing, which target texts need.")
             arguments[argument] = value
         arguments["pad_id"] = _padding(family, **arguments)
@@ -231,6 +230,8 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
 
 def _padding(family, pad_id, vocab_size, start_id=None, end_id=None, **_):
     """Return the padding id, or `None` if it is out of the vocabulary or also another token."""
-    other_ids = (start_id, end_id) if family.needs_unique_padding else ()
+    # Encoder–decoders may start or end with the padding.
+    is_encoder_decoder = issubclass(family.network, EncoderDecoderModel)
+    other_ids = () if is_encoder_decoder else (start_id, end_id)
     is_padding = pad_id is not None and 0 <= pad_id < vocab_size
     return pad_id if is_padding and pad_id not in other_ids else None

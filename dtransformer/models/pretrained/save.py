@@ -19,7 +19,11 @@ from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
 from dtransformer.models.generation.rules import rules_to_fields
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
+from dtransformer.models.pretrained.families.task_heads import (
+    file_name,
+    head_fields,
+    network_tensors,
+)
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
 from dtransformer.models.pretrained.stored_weights import path_without_network, sinusoids
 from dtransformer.parallel.collectives.objects import (
@@ -77,7 +81,7 @@ def save_pretrained(
     """
 
     def checked():
-        config = config_of(network, family)
+        config = hf_config(network, family)
         if any(low_rank_of(variable) is not None for variable in network.variables):
             raise InputError(
                 "The network has adapters. Save them with `save_lora`, or call `merge_lora` before "
@@ -100,19 +104,21 @@ def save_pretrained(
             return values[path][tuple(slice(size) for size in shapes[path])]
 
         tensors = {}
-        for tensor in tensors_of(kind, network):
+        for tensor in network_tensors(kind, network):
             array = tensor.join([without_padding(path) for path in tensor.weights])
             tensor_dtype = stored.get(tensor.weights[0], main)
             tensors[tensor.name] = (
                 array if tensor_dtype is None else convert(array, tensor_dtype, tensor.name)
             )
         table = next(iter(tensors.values()))
-        for copy, name in family.untied_copies.items():
+        for copy, name in family.files.untied_copies.items():
             if name in tensors and not arguments["tied_head"]:
                 tensors[copy] = tensors[name]
-        for name in family.written_positions:
+        for name in family.files.saved_position_tables:
             positions = sinusoids(arguments["max_length"], arguments["hidden_size"])
             tensors[name] = positions.astype(table.dtype)
+        for name, value in family.constants(arguments).items():
+            tensors[name] = np.asarray(value, table.dtype)
         arrays = {file_name(kind, name, network): x for name, x in tensors.items()}
         fields = {**config, "dtype": str(table.dtype)}
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
@@ -184,7 +190,7 @@ def _add_tokenizer(network, tokenizer, fresh):
         warnings.warn(f"The tokenizer was not saved with the network: {error}", stacklevel=2)
 
 
-def config_of(network: TokenModel, name: str | None = None) -> dict:
+def hf_config(network: TokenModel, name: str | None = None) -> dict:
     """Return the content of `config.json` for a network, without its `dtype`.
 
     Args:
@@ -209,7 +215,7 @@ def config_of(network: TokenModel, name: str | None = None) -> dict:
         "architectures": [family.architecture],
         "model_type": name,
         "vocab_size": arguments["vocab_size"],
-        **family.config(arguments),
+        **family.to_hf(arguments),
         **{field: arguments[argument] for argument, field in family.special_ids.items()},
         "tie_word_embeddings": arguments["tied_head"],
         **head_fields(name, network),

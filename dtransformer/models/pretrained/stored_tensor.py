@@ -100,20 +100,3 @@ class StoredTensor:
         """Return the number of input dimensions of a weight. A bias has none."""
         is_bias = self.num_inputs == 0
         return 0 if is_bias else min(self.num_inputs, len(shape) - 1)
-
-
-def linear(
-    name: str, *weights: str, num_inputs: int = 1, expert: int | None = None
-) -> StoredTensor:
-    """Return a `StoredTensor` for a kernel [outputs, inputs], possibly of a single expert."""
-    return StoredTensor(name, weights, is_transposed=True, num_inputs=num_inputs, expert=expert)
-
-
-def bias(name: str, *weights: str) -> StoredTensor:
-    """Return a `StoredTensor` for a vector [features]: a bias, or the scale of a norm."""
-    return StoredTensor(name, weights, num_inputs=0)
-
-
-def table(name: str, weight: str) -> StoredTensor:
-    """Return a `StoredTensor` for an embedding table [entries, features]."""
-    return StoredTensor(name, (weight,))

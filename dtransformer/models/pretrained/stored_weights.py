@@ -11,7 +11,7 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.conversion import convert
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import Family
-from dtransformer.models.pretrained.families.task_heads import tensors_of
+from dtransformer.models.pretrained.families.task_heads import network_tensors
 from dtransformer.models.pretrained.folder import PretrainedFolder
 from dtransformer.parallel.weights.sharded_variable import Bounds
 
@@ -37,15 +37,15 @@ def has_tied_head(content: PretrainedFolder, family: Family, arguments: Mapping)
             one, or a stored table of positions differs from the sinusoidal formula.
     """
     names = family.stored_names(content.shapes)
-    table = next(iter(family.tables))
+    table = family.embedding_table
     is_tied = arguments["tied_head"]
 
     def tensor(name):
         return content[names[name]][...]
 
-    heads = {f"{name}.weight" for name in family.top}
-    copies = {*family.copies} if is_tied is True else {*family.copies} - heads
-    differing = {x for x in names if x.endswith(family.position_tables)}
+    heads = {family.head_name}
+    copies = family.copies if is_tied is True else family.copies - heads
+    differing = {x for x in names if x.endswith(family.files.position_tables)}
     differing = {x for x in differing if not _is_sinusoidal(tensor(x))}
     for copy in names.keys() & copies if table in names else ():
         if not np.array_equal(tensor(copy), tensor(table)):
@@ -79,6 +79,22 @@ def _is_sinusoidal(table):
     return table.ndim == 2 and np.allclose(table, sinusoids(*table.shape), rtol=0, atol=tolerance)
 
 
+def _check_constants(content, constants):
+    """Raise an error if a scalar in a file differs from its supported value.
+
+    Args:
+        content: `PretrainedFolder` of the model.
+        constants: Dict from names in the file to values.
+    """
+    for name, expected in constants.items():
+        value = np.asarray(content[name][...], "float32")
+        if not np.allclose(value, expected, rtol=1e-2, atol=0):
+            raise InputError(
+                f"{content.path}: {name} is {value}, but only {expected} is supported. Use a model "
+                "with this value."
+            )
+
+
 def path_without_network(variable: keras.Variable) -> str:
     """Return a variable's path without the network's name."""
     return variable.path.partition("/")[2]
@@ -100,10 +116,13 @@ class StoredWeights:
     def __init__(self, content: PretrainedFolder, family: Family, network: TokenModel):
         self._content = content
         names = family.stored_names(content.shapes)
-        tensors = tensors_of(content.config["model_type"], network)
+        tensors = network_tensors(content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_optional, unused))
-        prefixes = family.skipped_prefixes(network.arguments)
+        constants = {x: y for x, y in family.constants(network.arguments).items() if x in names}
+        _check_constants(content, {names[name]: value for name, value in constants.items()})
+        unused -= constants.keys()
+        prefixes = tuple(x.format(**network.arguments) for x in family.files.skipped)
         if skipped := {name for name in unused if name.startswith(prefixes)}:
             problems = f"Skipped {len(skipped)} unused tensors of {', '.join(sorted(prefixes))}"
             warnings.warn(f"{content.path}: {problems}.", stacklevel=3)

@@ -11,7 +11,7 @@ from dtransformer.inputs.text import check_whole
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
-from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head, usual_labels
+from dtransformer.models.pretrained.families.task_heads import SEQUENCE, default_labels, new_head
 from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
@@ -70,7 +70,7 @@ class LabelTask(RecordTask):
 
         `data.pooling` also selects `plain_head`.
         """
-        names = self.config.data.labels or usual_labels(num_labels)
+        names = self.config.data.labels or default_labels(num_labels)
         head = new_head(core, self.ending, names)
         if head is None or self.config.data.pooling:
             head = self.plain_head(num_labels, core)

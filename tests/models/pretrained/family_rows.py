@@ -31,6 +31,14 @@ YARN = {
     "factor": 8.0,
     "original_max_position_embeddings": 8,
 }
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 BY_KIND = {
     SLIDING: {"rope_type": "default", "rope_theta": 100.0},
     FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
@@ -95,6 +103,7 @@ TEXTS = {
             "sliding_window=null. .blocks without positions. is not supported",
         ),
     ),
+    "apertus": Row({"rope_parameters": LLAMA_3}, NO_BIAS),
     "arcee": Row({}, NO_BIAS),
     "nemotron": Row({}, NO_BIAS),
     "helium": Row({"head_dim": 8}, NO_BIAS),
@@ -325,6 +334,7 @@ FORM_OF = {
     **dict.fromkeys(("t5", "mt5"), "t5"),
     "gpt_oss": "gpt_oss",
     "hunyuan_v1_dense": "hunyuan",
+    "apertus": "apertus",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek"),
 }
 # Families whose default config in `transformers` is a published size, and its preset.

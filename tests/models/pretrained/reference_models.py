@@ -36,14 +36,6 @@ SIZES = {
     "eos_token_id": END,
     "pad_token_id": None,
 }
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 GPT_2 = {
     "vocab_size": VOCAB_SIZE,
@@ -110,7 +102,11 @@ T5_GATED = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": Fals
 MODELS = {
     "gpt2": (transformers.GPT2LMHeadModel, GPT_2, Texts()),
     "llama": (transformers.LlamaForCausalLM, SIZES, Texts()),
-    "llama_3": (transformers.LlamaForCausalLM, {**SIZES, "rope_parameters": LLAMA_3}, Texts()),
+    "llama_3": (
+        transformers.LlamaForCausalLM,
+        {**SIZES, "rope_parameters": family_rows.LLAMA_3},
+        Texts(),
+    ),
     "llama_tied": (
         transformers.LlamaForCausalLM,
         {**SIZES, "tie_word_embeddings": True, "rope_parameters": LINEAR, "head_dim": 16},

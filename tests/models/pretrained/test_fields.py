@@ -42,7 +42,7 @@ def test_each_field_of_a_config_is_known(family):
     usual |= {x: 300_000 for x in ("vocab_size", "decoder_vocab_size") if x in usual}
     usual |= {x: 0.0 for x in usual if x.endswith("layerdrop")}  # which is named
     config = ReadFields(usual)
-    FAMILIES[family].arguments(config)
+    FAMILIES[family].from_hf(config)
     assert (
         not usual.keys() - config.read - KNOWN_FIELDS - set(FAMILIES[family].special_ids.values())
     )

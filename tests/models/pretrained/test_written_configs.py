@@ -31,7 +31,7 @@ HALF = [{"window": None}, {"window": 4}]
 
 def write_and_read(family, **arguments):
     network = CausalLM(30, **SIZES, **arguments)
-    config = FAMILIES[family].config(network.arguments)
+    config = FAMILIES[family].to_hf(network.arguments)
     return config, network_arguments(
         FAMILIES[family], {"vocab_size": 30, **config, "tie_word_embeddings": True}, "config.json"
     )
@@ -66,7 +66,7 @@ def test_ntk_base_depends_on_the_rotary_fraction():
     scaling = {"rotary_fraction": 0.25, "rotary_scaling": {"type": "ntk", "factor": 4.0}}
     arguments = {**LLAMA, "norm": "layer_norm", "hidden_size": 64, "num_heads": 2, **scaling}
     network = CausalLM(30, **{**SIZES, **arguments})
-    base = FAMILIES["stablelm"].config(network.arguments)["rope_theta"]
+    base = FAMILIES["stablelm"].to_hf(network.arguments)["rope_theta"]
     assert base == pytest.approx(10000.0 * 4.0 ** (8 / 6))
 
 

@@ -266,6 +266,15 @@ def test_failed_save_leaves_no_files(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_constants_of_apertus_have_one_supported_value(tmp_path):
+    changes = {"hidden_act": "xielu", "gated": False, "qk_norm": "rms_norm"}
+    folder = save_network(CausalLM(20, **{**LLAMA, **changes}), tmp_path, "apertus")
+    from_pretrained(folder)
+    name = "model.layers.0.mlp.act_fn.beta"
+    change_tensors(folder, lambda tensors: tensors.update({name: np.asarray(0.75, "float32")}))
+    assert f"{name} is 0.75, but only 0.5 is supported" in load_error(folder)
+
+
 BERT = {"hidden_size": 16, "num_heads": 4, "num_layers": 1, "ffn_hidden_size": 24, "max_length": 9}
 
 

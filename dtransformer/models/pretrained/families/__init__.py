@@ -3,6 +3,7 @@
 import dataclasses
 
 from dtransformer.models.pretrained.families import llama
+from dtransformer.models.pretrained.families.apertus import APERTUS
 from dtransformer.models.pretrained.families.bart import BART, M2M_100, MARIAN, MBART, PEGASUS
 from dtransformer.models.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from dtransformer.models.pretrained.families.encoders import BERT, DISTILBERT, MODERNBERT, ROBERTA
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     "falcon": FALCON,
     "cohere": COHERE,
     "cohere2": COHERE2,
+    "apertus": APERTUS,
     "arcee": llama.ARCEE,
     "nemotron": llama.NEMOTRON,
     "helium": llama.HELIUM,

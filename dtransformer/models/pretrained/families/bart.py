@@ -10,154 +10,157 @@ Reference:
     - [NLLB Team, 2022](https://arxiv.org/abs/2207.04672)
 """
 
+from collections.abc import Collection, Mapping
+
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
-from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.family import DECODER_IDS, Family, default_arguments
-from dtransformer.models.pretrained.families.parts import (
+from dtransformer.models.pretrained.families.family import Family, FileNames
+from dtransformer.models.pretrained.families.keys import (
     TIED,
-    AfterPadding,
-    Field,
+    Key,
+    PositionsAfterPadding,
     choice,
     hidden_act,
+    replace_rows,
 )
+from dtransformer.models.pretrained.families.weights import Table, Weights, blocks, products
 
-BASE = default_arguments(
-    EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"
-)
-# Names of attention layers in blocks of `transformers` -> paths here, by side.
-_ATTENTIONS = {
-    "encoder": {"self_attn": "attention"},
-    "decoder": {"self_attn": "self_attention", "encoder_attn": "cross_attention"},
-}
 _BIAS = "final_logits_bias"
-# Tensors that repeat the shared table of embeddings.
-_EMBEDDINGS = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
-COPIES = "lm_head.weight", *_EMBEDDINGS
+# Tensors that repeat the shared embedding table.
+TABLE_COPIES = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 
 
-def _stack(side):
-    """Return the `Family` fields that differ in one side's blocks."""
-    attention = {}
-    norms = {}
-    for hf_name, path in _ATTENTIONS[side].items():
-        attention |= paths.attention(f"{hf_name}.{{}}_proj", *"qkv", "out", path=path)
-        norms[f"{hf_name}_layer_norm"] = f"{path}_norm"
-    return {
-        "block": f"{side}.layers.{{}}.",
-        "path": f"transformer/{side}/block_{{}}/",
-        "attention": attention,
-        "norms": {**norms, "final_layer_norm": "feed_forward_norm"},
-    }
+def _block_weights(side: str, attentions: Mapping[str, str]) -> Table:
+    """Return the table of the blocks of the encoder or decoder.
+
+    Args:
+        side: `"encoder"` or `"decoder"`.
+        attentions: Dict from names of attention layers in `transformers` to paths.
+    """
+    norms = {f"{name}_layer_norm": f"{path}_norm" for name, path in attentions.items()}
+    return blocks(
+        f"{side}.layers.{{i}}.",
+        {**norms, "final_layer_norm": "feed_forward_norm"},
+        *(products(f"{x}.{{}}_proj", *"qkv", "out", path=y) for x, y in attentions.items()),
+        {"fc1": "feed_forward/mapping", "fc2": "feed_forward/projection"},
+        path=f"transformer/{side}/block_{{i}}/",
+    )
 
 
-def _finalize(arguments, tensor_names):
-    """Drop the head's bias if the file has none, as in files of models without a head."""
-    return {**arguments, "head_bias": _BIAS in tensor_names}
+_WEIGHTS = {
+    "shared.weight": "source_embedding/table",
+    "encoder.embed_positions.weight": "source_positions/table",
+    "decoder.embed_positions.weight": "target_positions/table",
+    "encoder.layernorm_embedding": "source_norm",
+    "decoder.layernorm_embedding": "target_norm",
+    **_block_weights("encoder", {"self_attn": "attention"}),
+    "encoder.layer_norm": "transformer/encoder/final_norm",
+    **_block_weights("decoder", {"self_attn": "self_attention", "encoder_attn": "cross_attention"}),
+    "decoder.layer_norm": "transformer/decoder/final_norm",
+    "lm_head": "head",
+    _BIAS: Weights(("head/bias",), "row"),
+}
 
 
-_LENGTH = Field("max_length", "max_position_embeddings", 1024)
+def _both_sides(key, argument):
+    """Return the row of a key that encoder and decoder must have equal values of."""
+    return Key(f"encoder_{key}", argument, equal_keys=(f"decoder_{key}",), needs_equal_keys=True)
 
 
-def _shared_field(argument, field):
-    return Field(argument, f"encoder_{field}", also=(f"decoder_{field}",), needs_also=True)
+_KEYS = (
+    Key("d_model", "hidden_size"),
+    _both_sides("attention_heads", "num_heads"),
+    _both_sides("ffn_dim", "ffn_hidden_size"),
+    Key("encoder_layers", "encoder_layers"),
+    Key("decoder_layers", "decoder_layers"),
+    Key("dropout", "dropout_rate", 0.1, same=("embedding_dropout_rate",)),
+    Key("attention_dropout", "attention_dropout_rate", 0.0),
+    hidden_act("activation_function", "gelu"),
+    choice("scale_embedding", "embedding_scale", False, {False: 1.0, True: None}),
+    TIED,
+    Key("max_position_embeddings", "max_length", 1024),
+)
 
 
-def _family(
-    architecture,
-    fixed,
-    supported_values=None,
-    parts=(_LENGTH,),
-    activation="gelu",
-    is_scaled=False,
-    attention_dropout=0.0,
-    **others,
-):
-    is_pre = not fixed.get("post_layernorm_residual", True)
-    return Family(
+class _Bart(Family):
+    """Family with BART's head bias, which files of models without a head lack."""
+
+    def adapt_to_file(self, arguments: dict, names: Collection[str]) -> dict:
+        """Return the network arguments, without the head's bias if the file has none."""
+        return {**arguments, "head_bias": _BIAS in names}
+
+
+def _family(architecture, fixed, keys=_KEYS, supported_values=None, files=None, **options):
+    has_first_norms = not fixed.get("post_layernorm_residual", True)
+    return _Bart(
         architecture,
-        parts=(
-            Field("hidden_size", "d_model"),
-            _shared_field("num_heads", "attention_heads"),
-            _shared_field("ffn_hidden_size", "ffn_dim"),
-            Field("encoder_layers", "encoder_layers"),
-            Field("decoder_layers", "decoder_layers"),
-            Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),
-            Field("attention_dropout_rate", "attention_dropout", attention_dropout),
-            hidden_act("activation_function", activation),
-            choice("embedding_scale", "scale_embedding", is_scaled, {False: 1.0, True: None}),
-            TIED,
-            *parts,
-        ),
+        keys=keys,
+        weights=_WEIGHTS,
         fixed={"post_layernorm_residual": True, "trains_head_bias": False, **fixed},
         supported_values={
             # The family fixes the places of norms in `transformers`.
-            **dict.fromkeys(("normalize_before", "add_final_layer_norm"), is_pre),
+            "normalize_before": has_first_norms,
+            "add_final_layer_norm": has_first_norms,
             "is_encoder_decoder": True,
             "is_decoder": False,
             **(supported_values or {}),
         },
-        stacks={f"{side}_layers": _stack(side) for side in _ATTENTIONS},
-        dense={"fc1": paths.MAPPING, "fc2": paths.PROJECTION},
-        tables={
-            "shared.weight": "source_embedding/table",
-            "encoder.embed_positions.weight": "source_positions/table",
-            "decoder.embed_positions.weight": "target_positions/table",
-        },
-        top={
-            "encoder.layernorm_embedding": "source_norm",
-            "decoder.layernorm_embedding": "target_norm",
-            "encoder.layer_norm": "transformer/encoder/final_norm",
-            "decoder.layer_norm": "transformer/decoder/final_norm",
-            "lm_head": "head",
-        },
-        rows={_BIAS: "head/bias"},
-        base=BASE,
-        default_parts=(),
         network=EncoderDecoderLM,
-        special_ids=DECODER_IDS,
-        needs_unique_padding=False,
-        prefix="model.",
-        heads=("lm_head", _BIAS),
-        copies=COPIES,
-        untied_copies=dict.fromkeys(_EMBEDDINGS, "shared.weight"),
-        finalize=_finalize,
-        **others,
+        files=FileNames(
+            prefix="model.",
+            table_copies=TABLE_COPIES,
+            untied_copies=dict.fromkeys(TABLE_COPIES, "shared.weight"),
+            **(files or {}),
+        ),
+        **options,
     )
 
 
 # BART's position offset does not depend on the padding id.
 _LEARNED = {"positions": "learned", "position_offset": 2, "embedding_norm": True}
-_PRE = {"post_layernorm_residual": False}
-_PAPER = {"positions": "sinusoidal_paper", "trains_padding": False}
-_COUNTED = {"positions": "sinusoidal", "positions_after_padding": True, "head_bias": False}
-_TABLES = {"position_tables": ("embed_positions.weight",)}
+_FIRST_NORMS = {"post_layernorm_residual": False}
+_SINUSOIDAL = {"positions": "sinusoidal_paper", "trains_padding": False}
+_POSITION_TABLES = {"position_tables": ("embed_positions.weight",)}
 BART = _family(
     "BartForConditionalGeneration",
     _LEARNED,
-    {"normalize_embedding": True, "static_position_embeddings": False},
+    supported_values={"normalize_embedding": True, "static_position_embeddings": False},
 )
 MARIAN = _family(
     "MarianMTModel",
-    _PAPER,
-    {"share_encoder_decoder_embeddings": True, "normalize_embedding": False},
-    (_LENGTH, Field("vocab_size", "vocab_size", also=("decoder_vocab_size",))),
-    **_TABLES,
+    _SINUSOIDAL,
+    (*_KEYS, Key("vocab_size", "vocab_size", equal_keys=("decoder_vocab_size",))),
+    supported_values={"share_encoder_decoder_embeddings": True, "normalize_embedding": False},
+    files=_POSITION_TABLES,
 )
-MBART = _family("MBartForConditionalGeneration", {**_LEARNED, **_PRE})
+MBART = _family("MBartForConditionalGeneration", {**_LEARNED, **_FIRST_NORMS})
 PEGASUS = _family(
     "PegasusForConditionalGeneration",
-    {**_PAPER, **_PRE},
-    written_positions=("encoder.embed_positions.weight", "decoder.embed_positions.weight"),
-    **_TABLES,
+    {**_SINUSOIDAL, **_FIRST_NORMS},
+    files={
+        **_POSITION_TABLES,
+        "saved_position_tables": (
+            "encoder.embed_positions.weight",
+            "decoder.embed_positions.weight",
+        ),
+    },
 )
 M2M_100 = _family(
     "M2M100ForConditionalGeneration",
-    {**_COUNTED, **_PRE},
-    parts=(AfterPadding(1024, default=1),),
-    activation="relu",
-    is_scaled=True,
-    attention_dropout=0.1,
+    {
+        "positions": "sinusoidal",
+        "positions_after_padding": True,
+        "head_bias": False,
+        **_FIRST_NORMS,
+    },
+    replace_rows(
+        _KEYS,
+        Key("attention_dropout", "attention_dropout_rate", 0.1),
+        hidden_act("activation_function", "relu"),
+        choice("scale_embedding", "embedding_scale", True, {False: 1.0, True: None}),
+        TIED,
+        PositionsAfterPadding(1024, default=1),
+    ),
     ids={"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
     # `transformers` ignores them as well.
-    ignored=("embed_positions.weight", "embed_positions.weights"),
+    files={"ignored": ("embed_positions.weight", "embed_positions.weights")},
 )

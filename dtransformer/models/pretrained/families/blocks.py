@@ -1,12 +1,13 @@
-"""Config keys that differ between blocks: windows, rotary positions and experts."""
+"""Rows for the config keys of blocks: sliding windows, rotary positions and experts."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Mapping, Sequence
 
-from dtransformer.block_forms import arguments_of_block, shortest
+from dtransformer.block_forms import arguments_of_block, shortest_pattern
 from dtransformer.errors import InputError
 from dtransformer.layers.rotary import ntk_base
-from dtransformer.models.pretrained.families.parts import differs
+from dtransformer.models.pretrained.families.keys import head_size, unsupported_argument
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -15,270 +16,341 @@ _PATTERN_KEYS = "experts", "attention_norm"
 _ROTARY = "rotary_base", "rotary_fraction", "rotary_scaling"
 
 
-def every(period: int) -> Callable:
-    """Return a rule that makes every `number`-th block full and lets the others slide."""
-    return lambda config, i: SLIDING if (i + 1) % period else FULL
-
-
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Mapping between config keys and the attention of each block.
+class Rotary:
+    """Config keys of rotary positions that are equal in all blocks.
+
+    Configs store them in `rope_parameters`, or in separate keys with `rope_scaling`.
 
     Args:
-        base: Default base of rotary positions.
+        base: Default base.
         fraction: Default fraction of features that rotary positions rotate.
-        is_partial: Boolean. Whether configs may set another fraction.
-        kind_rule: Function from a config and a block index to `FULL` or `SLIDING`, used if the
-            config has no `layer_types`. `None` if no block of the family slides.
-        window: Default window in configs, or `None`.
-        window_field: Config key of the window.
-        window_converters: Tuple of a function from the config's window to the argument, and its
-            inverse.
-        has_types: Boolean. Whether saved configs have `layer_types`.
-        switch: Config key that enables sliding blocks, or `None`.
-        per_kind: Boolean. Whether `rope_parameters` has one entry per kind of block.
-        base_keys: Dict from kinds to the keys of their base in configs without
-            `rope_parameters`.
-        sliding_base: Default base in sliding blocks, if it differs.
-        dense: Tuple of two functions: from a config and a block index to whether the block
-            has a feed-forward layer instead of experts, and from the list of these booleans
-            to config fields. `None` if all blocks are
-            equal.
-        first_has_no_norm: Boolean. Whether the first block has no attention norm.
-        fields: Tuple of the keys of base and fraction in older configs.
-        full_has_rotary: Boolean. Whether full blocks have rotary positions if others slide.
-        rotary_blocks: Tuple of a config key with the list of blocks that have rotary positions, a
-            key with the interval of blocks without them, and its default. `None` if all
-            blocks have rotary positions.
+        has_fraction: Boolean. Whether configs may contain another fraction if the default is 1.
+        base_key, fraction_key: Keys in configs without `rope_parameters`.
         scaling: Default of `rope_scaling` in a config without rotary keys.
-        has_alpha: Boolean. Whether scaling of type `"dynamic"` with `alpha` is this
-            library's `"ntk"` with that factor.
     """
 
     base: float = 10000.0
     fraction: float = 1.0
-    is_partial: bool = False
-    kind_rule: Callable[[Mapping, int], str] | None = None
-    window: int | None = None
-    window_field: str = "sliding_window"
-    window_converters: tuple[Callable, Callable] = (lambda x: x, lambda x: x)
-    has_types: bool = False
-    switch: str | None = None
-    per_kind: bool = False
-    base_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    sliding_base: float | None = None
-    dense: tuple[Callable, Callable] | None = None
-    first_has_no_norm: bool = False
-    fields: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
-    full_has_rotary: bool = True
-    rotary_blocks: tuple[str, str, int] | None = None
+    has_fraction: bool = False
+    base_key: str = "rope_theta"
+    fraction_key: str = "partial_rotary_factor"
     scaling: Mapping = dataclasses.field(default_factory=dict)
-    has_alpha: bool = False
-    arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
 
-    def from_hf(self, config: Mapping) -> dict:
-        """Return the arguments from a config; see `Part`.
+    def from_hf(self, config: Mapping, kind: str) -> dict:
+        """Return the arguments of a block from a config.
+
+        Args:
+            config: Published config.
+            kind: `FULL` or `SLIDING`.
+        """
+        parameters = config.get("rope_parameters") or {}
+        if is_by_kind(parameters):
+            return self.parameters_from_hf(config, parameters.get(kind) or {})
+        scaling = config.get("rope_scaling") or ({} if parameters else self.scaling)
+        return self.parameters_from_hf(config, {**scaling, **parameters})
+
+    def parameters_from_hf(self, config: Mapping, parameters: Mapping) -> dict:
+        """Return the arguments of a block from its `rope_parameters` and the other keys."""
+        options = {key: value for key, value in parameters.items() if value is not None}
+        base = options.pop("rope_theta", None) or config.get(self.base_key) or self.base
+        name = options.pop("rope_type", None) or options.get("type") or "default"
+        fraction = options.pop("partial_rotary_factor", None) or config.get(self.fraction_key)
+        for key in ("type", "max_position_embeddings"):
+            options.pop(key, None)
+        return {
+            "rotary_base": float(base),
+            "rotary_fraction": float(fraction or self.fraction),
+            "rotary_scaling": self.scaling_from_hf(name, options),
+        }
+
+    def scaling_from_hf(self, name: str, options: dict) -> dict | None:
+        """Return the argument `rotary_scaling` for a type of scaling with its options."""
+        return None if name == "default" else {"type": name, **options}
+
+    def to_hf(self, blocks: Sequence[Mapping]) -> dict:
+        """Return the config keys from the arguments of all blocks.
+
+        Raises:
+            InputError: If blocks differ, or only some features rotate in a family without this
+                option.
+        """
+        rotary = [block for block in blocks if block["rotary_base"] is not None] or blocks
+        fractions = {block["rotary_fraction"] for block in blocks} - {1.0}
+        if fractions and self.fraction == 1 and not self.has_fraction:
+            raise unsupported_argument("rotary_fraction", fractions, 1.0)
+        if any(block[name] != rotary[0][name] for block in rotary for name in _ROTARY):
+            bases = {block["rotary_base"] for block in rotary}
+            raise unsupported_argument("rotary_base", bases, "one value")
+        parameters = self.parameters_to_hf(rotary[0])
+        return {"rope_theta": parameters["rope_theta"], "rope_parameters": parameters}
+
+    def parameters_to_hf(self, block: Mapping) -> dict:
+        """Return `rope_parameters` for a block's arguments."""
+        base = block["rotary_base"]
+        scaling = dict(block["rotary_scaling"] or {"type": "default"})
+        if scaling["type"] == "ntk" and base:  # Configs contain the enlarged base instead.
+            size = block["head_dim"] or head_size(block)
+            base = ntk_base(base, scaling["factor"], int(size * block["rotary_fraction"]))
+            scaling = {"type": "default"}
+        return rope_parameters(base, scaling.pop("type"), scaling, block["rotary_fraction"])
+
+
+def rope_parameters(base: float, name: str, options: Mapping, fraction: float) -> dict:
+    """Return `rope_parameters` for a base, a type of scaling with options, and a fraction."""
+    parameters = {"rope_theta": base, "rope_type": name, **options}
+    return parameters if fraction == 1 else {**parameters, "partial_rotary_factor": fraction}
+
+
+def is_by_kind(parameters: Mapping) -> bool:
+    """Return whether `rope_parameters` has an entry for each kind of block."""
+    return FULL in parameters or SLIDING in parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryByKind:
+    """Config keys of rotary positions that differ between full and sliding blocks.
+
+    `rope_parameters` has an entry for each kind of block. Scaling in older configs applies to full
+    blocks only.
+
+    Args:
+        full, sliding: `Rotary` of full and of sliding blocks.
+    """
+
+    full: Rotary
+    sliding: Rotary
+
+    def from_hf(self, config: Mapping, kind: str) -> dict:
+        """Return the arguments of a block from a config; see `Rotary.from_hf`."""
+        parameters = config.get("rope_parameters") or {}
+        if kind == FULL:
+            return self.full.from_hf(config, kind)
+        sliding = parameters.get(SLIDING) if is_by_kind(parameters) else None
+        return self.sliding.parameters_from_hf(config, sliding or {})
+
+    def to_hf(self, blocks: Sequence[Mapping]) -> dict:
+        """Return the config keys from the arguments of all blocks.
+
+        Raises:
+            InputError: If blocks of one kind differ, or only some features rotate in a family
+                without this option.
+        """
+        parameters = {}
+        for kind, rotary in ((FULL, self.full), (SLIDING, self.sliding)):
+            if matches := [block for block in blocks if _get_kind(block) == kind]:
+                parameters[kind] = rotary.to_hf(matches)["rope_parameters"]
+        # A kind without blocks gets the values of the other kind.
+        first = next(iter(parameters.values()))
+        return {"rope_parameters": {kind: parameters.get(kind, first) for kind in (FULL, SLIDING)}}
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention:
+    """Blocks without windows, and the base of classes for families with windows.
+
+    Attributes:
+        supported_kinds: Tuple of the supported kinds of blocks.
+    """
+
+    supported_kinds = (FULL,)
+
+    def kinds(self, config: Mapping) -> list[str]:
+        """Return `FULL` or `SLIDING` for each block of a config.
 
         Raises:
             InputError: If `layer_types` has an unsupported kind or a wrong length.
         """
         num_blocks = config["num_hidden_layers"]
-        kinds = self._block_kinds(config)
-        has_rotary = self._rotary_flags(config)
-        kind_arguments = {kind: self._kind_arguments(config, kind) for kind in dict.fromkeys(kinds)}
-        blocks = [dict(kind_arguments[kind]) for kind in kinds]
-        for i in range(num_blocks):
-            if has_rotary is not None and not has_rotary[i]:
-                blocks[i]["rotary_base"] = None
-            if self.first_has_no_norm:
-                blocks[i]["attention_norm"] = i > 0
-            if self.dense is not None:
-                blocks[i]["experts"] = not self.dense[0](config, i)
-        if not blocks:
-            return kind_arguments.get(FULL, self._kind_arguments(config, FULL))
-        return split_pattern(blocks)
-
-    def _block_kinds(self, config):
-        num_blocks = config["num_hidden_layers"]
         layer_types = config.get("layer_types")
-        supported = {FULL} if self.kind_rule is None else {FULL, SLIDING}
-        if unsupported := sorted({*(layer_types or ())} - supported):
+        unsupported = sorted({*(layer_types or ())} - {*self.supported_kinds})
+        if unsupported:
             raise InputError(
                 f"`layer_types` contains {unsupported[0]!r}, which is not supported for this family."
             )
-        if layer_types:
-            if len(layer_types) != num_blocks:
-                raise InputError(
-                    f"`layer_types` must have {num_blocks} entries, one per block, got "
-                    f"{len(layer_types)}."
-                )
-        rule = self.kind_rule or (lambda config, i: FULL)
-        by_rule = [rule(config, i) for i in range(num_blocks)]
-        return list(layer_types or by_rule)
+        if layer_types and len(layer_types) != num_blocks:
+            raise InputError(
+                f"`layer_types` must have {num_blocks} entries, one per block, got "
+                f"{len(layer_types)}."
+            )
+        default_kinds = [self.default_kind(config, i) for i in range(num_blocks)]
+        return list(layer_types or default_kinds)
 
-    def _kind_arguments(self, config, kind):
-        """Return the arguments of a full or sliding block."""
-        window = None
-        if self.kind_rule is not None:
-            window = config.get(self.window_field, self.window)
-        result = {"window": None, **self._rotary(config, kind)}
-        if window is not None and kind == FULL and not self.full_has_rotary:
-            return {**result, "rotary_base": None}
-        if window is None or kind == FULL:
-            return result
-        return result | {"window": self.window_converters[0](window)}
+    def default_kind(self, config: Mapping, index: int) -> str:
+        """Return the kind of a block in a config without `layer_types`."""
+        return FULL
 
-    def _rotary(self, config, kind):
-        """Return the rotary arguments of a kind of block.
+    def from_hf(self, config: Mapping, kinds: Sequence[str]) -> list[dict]:
+        """Return the arguments of each block that depend on its kind."""
+        return [{"window": None} for _ in kinds]
 
-        Configs store them in one of three forms: `rope_parameters` per kind, `rope_parameters`
-        for all kinds, or separate keys with `rope_scaling`.
+    def to_hf(self, blocks: Sequence[Mapping]) -> dict:
+        """Return the config keys from the arguments of all blocks.
+
+        Raises:
+            InputError: If the family cannot represent the windows.
         """
-        parameters = config.get("rope_parameters") or {}
-        is_local = self.per_kind and kind == SLIDING
-        if FULL in parameters or SLIDING in parameters:
-            fields = dict(parameters.get(kind) or {})
-        else:
-            default = {} if parameters else self.scaling
-            scaling = {} if is_local else config.get("rope_scaling") or default
-            fields = {**scaling, **(parameters if not is_local else {})}
-        default_base = self.sliding_base if is_local and self.sliding_base else self.base
-        field = self.base_keys.get(kind, self.fields[0])
-        base = fields.pop("rope_theta", None) or config.get(field) or default_base
-        name = fields.pop("rope_type", None) or fields.pop("type", "default")
-        fields.pop("type", None)
-        fields.pop("max_position_embeddings", None)
-        fraction = fields.pop("partial_rotary_factor", None) or config.get(self.fields[1])
-        fields = {key: value for key, value in fields.items() if value is not None}
-        if self.has_alpha and name == "dynamic" and fields.get("alpha"):
-            # The other fields have no effect then.
-            name = "ntk"
-            fields = {"factor": fields["alpha"]}
-        return {
-            "rotary_base": float(base),
-            "rotary_fraction": float(fraction or self.fraction),
-            "rotary_scaling": None if name == "default" else {"type": name, **fields},
-        }
+        if windows := _get_windows(blocks):
+            raise unsupported_argument("window", windows, None)
+        return {}
 
-    def _rotary_flags(self, config):
-        """Return a list with 1 for blocks that have rotary positions and 0 for others.
+    def has_rotary(self, blocks: Sequence[Mapping]) -> list[bool]:
+        """Return for each block whether it has rotary positions in the family."""
+        return [True for _ in blocks]
 
-        The result is `None` if all blocks have them.
+    def has_attention_norm(self, index: int) -> bool:
+        """Return whether a block has a norm before its attention."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows(FullAttention):
+    """Config keys of sliding windows.
+
+    Args:
+        window: Default window in configs, or `None`.
+        period: Integer n: every n-th block is full. `None` if all blocks slide.
+        key: Config key of the window.
+        has_layer_types: Boolean. Whether saved configs have `layer_types`.
+        full_has_rotary: Boolean. Whether full blocks have rotary positions if configs have a
+            window.
+        switch: Config key that enables windows, or `None`.
+    """
+
+    window: int | None = None
+    period: int | None = None
+    key: str = "sliding_window"
+    has_layer_types: bool = False
+    full_has_rotary: bool = True
+    switch: str | None = None
+    supported_kinds = FULL, SLIDING
+
+    def default_kind(self, config: Mapping, index: int) -> str:
+        """Return the kind of a block in a config without `layer_types`."""
+        return periodic_kind(index, self.period)
+
+    def from_hf(self, config: Mapping, kinds: Sequence[str]) -> list[dict]:
+        """Return the arguments of each block that depend on its kind."""
+        window = config.get(self.key, self.window)
+        if window is None:
+            return super().from_hf(config, kinds)
+        full = {"window": None} if self.full_has_rotary else {"window": None, "rotary_base": None}
+        return [full if kind == FULL else {"window": window} for kind in kinds]
+
+    def to_hf(self, blocks: Sequence[Mapping]) -> dict:
+        """Return the config keys from the arguments of all blocks.
+
+        Raises:
+            InputError: If the blocks have different windows.
         """
-        if self.rotary_blocks is None:
-            return None
-        field, interval, default = self.rotary_blocks
-        period = config.get(interval) or default
-        num_blocks = config["num_hidden_layers"]
-        return config.get(field) or [int((i + 1) % period != 0) for i in range(num_blocks)]
+        windows = _get_windows(blocks)
+        if len(windows) > 1:
+            raise unsupported_argument("window", windows, "one value")
+        fields = {self.key: next(iter(windows), None)}
+        if self.switch is not None:
+            fields[self.switch] = bool(windows)
+        if self.has_layer_types:
+            fields["layer_types"] = [_get_kind(block) for block in blocks]
+        return fields
+
+    def has_rotary(self, blocks: Sequence[Mapping]) -> list[bool]:
+        """Return for each block whether it has rotary positions in the family."""
+        is_everywhere = self.full_has_rotary or not _get_windows(blocks)
+        return [is_everywhere or _get_kind(block) == SLIDING for block in blocks]
+
+
+def periodic_kind(index: int, period: int | None) -> str:
+    """Return `FULL` for every `period`-th block and `SLIDING` for all others."""
+    return FULL if period and (index + 1) % period == 0 else SLIDING
+
+
+class DenseBlocks(typing.Protocol):
+    """Config keys that select the blocks without experts."""
+
+    def from_hf(self, config: Mapping) -> list[bool]:
+        """Return for each block of a config whether it has experts."""
+
+    def to_hf(self, has_experts: Sequence[bool]) -> dict:
+        """Return the config keys. The inverse of `from_hf`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Row for all config keys of blocks.
+
+    Args:
+        rotary: Keys of rotary positions.
+        windows: Keys of windows.
+        dense_blocks: Keys of blocks without experts. `None` if all blocks are equal.
+    """
+
+    rotary: Rotary | RotaryByKind = Rotary()
+    windows: FullAttention = FullAttention()
+    dense_blocks: DenseBlocks | None = None
+    arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
+
+    def from_hf(self, config: Mapping) -> dict:
+        """Return the arguments from a config; see `Row`.
+
+        Raises:
+            InputError: If `layer_types` has an unsupported kind or a wrong length.
+        """
+        kinds = self.windows.kinds(config)
+        if not kinds:
+            return {"window": None, **self.rotary.from_hf(config, FULL)}
+        differences = self.windows.from_hf(config, kinds)
+        rotary = {kind: self.rotary.from_hf(config, kind) for kind in dict.fromkeys(kinds)}
+        blocks = [{"window": None, **rotary[kind], **x} for kind, x in zip(kinds, differences)]
+        if self.dense_blocks is not None:
+            for block, has_experts in zip(blocks, self.dense_blocks.from_hf(config)):
+                block["experts"] = has_experts
+        return split_pattern(blocks)
 
     def to_hf(self, arguments: Mapping) -> dict:
-        """Return the config fields from network arguments; see `Part`.
+        """Return the config keys from network arguments; see `Row`.
 
         Raises:
             InputError: If no config of the family can represent the blocks.
         """
         blocks = [arguments_of_block(arguments, i) for i in range(arguments["num_layers"])]
-        windows = {block["window"] for block in blocks} - {None}
-        fractions = {block["rotary_fraction"] for block in blocks}
-        if windows and self.kind_rule is None:
-            raise differs("window", windows, None)
-        if len(windows) > 1:
-            raise differs("window", windows, "one value")
-        if fractions != {1.0} and self.fraction == 1 and not self.is_partial:
-            raise differs("rotary_fraction", fractions - {1.0}, 1.0)
-        rotary = [block for block in blocks if block["rotary_base"] is not None] or blocks
-        per_kind = {kind: [b for b in rotary if _kind(b) == kind] for kind in (FULL, SLIDING)}
-        groups = per_kind.values() if self.per_kind else [rotary]
-        for group in groups:
-            if any(block[name] != group[0][name] for block in group for name in _ROTARY):
-                bases = {block["rotary_base"] for block in group}
-                raise differs("rotary_base", bases, "one value")
-        fields = {}
-        if self.kind_rule is not None:
-            window = next(iter(windows), None)
-            fields[self.window_field] = (
-                None if window is None else self.window_converters[1](window)
-            )
-        if self.switch is not None:
-            fields[self.switch] = bool(windows)
-        if self.has_types:
-            fields["layer_types"] = [_kind(block) for block in blocks]
-        if self.rotary_blocks is not None:
-            fields[self.rotary_blocks[0]] = [
-                int(block["rotary_base"] is not None) for block in blocks
-            ]
-        plain = [i for i, block in enumerate(blocks) if not block.get("attention_norm", True)]
-        expected_plain = [0] if self.first_has_no_norm else []
-        if plain != expected_plain:
-            raise differs("blocks without attention norm", plain, expected_plain)
-        if self.dense is not None:
-            fields |= self.dense[1]([not block.get("experts", True) for block in blocks])
+        fields = self.windows.to_hf(blocks)
+        rotary_fields = self.rotary.to_hf(blocks)
+        self._check_norms(blocks)
+        if self.dense_blocks is not None:
+            fields |= self.dense_blocks.to_hf([block.get("experts", True) for block in blocks])
         elif any("experts" in block for block in blocks):
-            raise differs("blocks with experts", "some of them", "all of them")
-        expected = [
-            self.full_has_rotary or not windows or _kind(block) == SLIDING for block in blocks
-        ]
-        if (
-            self.rotary_blocks is None
-            and [block["rotary_base"] is not None for block in blocks] != expected
-        ):
+            raise unsupported_argument("blocks with experts", "some of them", "all of them")
+        has_rotary = [block["rotary_base"] is not None for block in blocks]
+        if has_rotary != self.windows.has_rotary(blocks):
             raise InputError(
                 "The blocks with rotary positions differ from the family's. Save the network as another "
                 "family."
             )
-        if self.per_kind:
-            parameters = {
-                kind: self._parameters(group[0]) for kind, group in per_kind.items() if group
-            }
-            first_parameters = next(iter(parameters.values()))
-            return {
-                **fields,
-                "rope_parameters": {
-                    FULL: first_parameters,
-                    SLIDING: first_parameters,
-                    **parameters,
-                },
-            }
-        parameters = self._parameters(rotary[0])
-        return {**fields, "rope_theta": parameters["rope_theta"], "rope_parameters": parameters}
+        return {**fields, **rotary_fields}
 
-    def _parameters(self, block):
-        """Return `rope_parameters` for a block's arguments."""
-        base = block["rotary_base"]
-        scaling = dict(block["rotary_scaling"] or {"type": "default"})
-        if scaling["type"] == "ntk" and self.has_alpha:
-            scaling = {"type": "dynamic", "alpha": scaling["factor"], "factor": 1.0}
-        elif scaling["type"] == "ntk":  # configs express it with the base
-            head_dim = block["head_dim"] or block["hidden_size"] // block["num_heads"]
-            rotary_dim = int(head_dim * block["rotary_fraction"])
-            base = ntk_base(base, scaling["factor"], rotary_dim)
-            scaling = {"type": "default"}
-        parameters = {"rope_theta": base, "rope_type": scaling.pop("type"), **scaling}
-        fraction = block["rotary_fraction"]
-        return parameters if fraction == 1 else {**parameters, "partial_rotary_factor": fraction}
+    def _check_norms(self, blocks):
+        """Raise an error if other blocks than the family's have no norm before attention."""
+        without = [i for i, block in enumerate(blocks) if not block.get("attention_norm", True)]
+        expected = [i for i in range(len(blocks)) if not self.windows.has_attention_norm(i)]
+        if without != expected:
+            raise unsupported_argument("blocks without attention norm", without, expected)
 
 
-def always_sliding(config: Mapping, index: int) -> str:
-    """Return `SLIDING`, for families whose blocks all slide if the config has a window."""
-    return SLIDING
+def _get_windows(blocks):
+    return {block["window"] for block in blocks} - {None}
 
 
-def _kind(block):
+def _get_kind(block):
     return FULL if block["window"] is None else SLIDING
 
 
 def split_pattern(blocks: list[dict]) -> dict:
     """Return the blocks' common arguments, and a `block_pattern` of the differing ones."""
-    common_names = {
-        name for name in blocks[0] if all(block[name] == blocks[0][name] for block in blocks)
-    }
+    first = blocks[0]
+    common = {name for name in first if all(block[name] == first[name] for block in blocks)}
     # Pattern keys that are False in all blocks must stay in the pattern.
-    common_names -= {name for name in common_names & {*_PATTERN_KEYS} if not blocks[0][name]}
-    pattern = shortest(
-        [{x: v for x, v in block.items() if x not in common_names} for block in blocks]
-    )
-    if len(common_names) == len(blocks[0]):
-        pattern = None
-    common = {name: value for name, value in blocks[0].items() if name not in _PATTERN_KEYS}
-    return {**common, "block_pattern": pattern}
+    common -= {name for name in common & {*_PATTERN_KEYS} if not first[name]}
+    differing = [{x: y for x, y in block.items() if x not in common} for block in blocks]
+    pattern = None if len(common) == len(first) else shortest_pattern(differing)
+    arguments = {name: value for name, value in first.items() if name not in _PATTERN_KEYS}
+    return {**arguments, "block_pattern": pattern}

@@ -13,19 +13,23 @@ from collections.abc import Mapping
 from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError
 from dtransformer.layers.rotary import yarn_magnitude
-from dtransformer.models.pretrained.families import paths
 from dtransformer.models.pretrained.families.blocks import Blocks
 from dtransformer.models.pretrained.families.experts import (
+    NEXT_TOKEN_BLOCKS,
     Experts,
+    FirstDenseBlocks,
     deepseek_experts,
-    first_dense,
-    next_tokens,
 )
-from dtransformer.models.pretrained.families.family import Family, llama_parts_without
+from dtransformer.models.pretrained.families.family import Family, llama_keys
+from dtransformer.models.pretrained.families.weights import (
+    DEEPSEEK_EXPERTS,
+    NORMS,
+    llama_weights,
+)
 
 
 class _Latents:
-    """Mapping of latent sizes and of the query factor, which grows with rotary scaling."""
+    """Row of latent sizes and of the query factor, which grows with rotary scaling."""
 
     arguments = "latent", "head_dim", "query_scale", "num_kv_heads"
     _fields = {"kv_rank": "kv_lora_rank", "query_rank": "q_lora_rank", "value_dim": "v_head_dim"}
@@ -33,7 +37,7 @@ class _Latents:
     _heads = "num_attention_heads", "num_key_value_heads"
 
     def from_hf(self, config: Mapping) -> dict:
-        """Return the arguments from a config; see `Part`.
+        """Return the arguments from a config; see `Row`.
 
         Raises:
             InputError: If several heads share keys and values.
@@ -62,7 +66,7 @@ class _Latents:
         }
 
     def to_hf(self, arguments: Mapping) -> dict:
-        """Return the config fields from network arguments; see `Part`.
+        """Return the config keys from network arguments; see `Row`.
 
         Raises:
             InputError: If the network has no latents, or an unsupported query factor.
@@ -93,10 +97,10 @@ def _magnitude(scaling):
 
 @dataclasses.dataclass(frozen=True)
 class _GroupLimitedExperts(Experts):
-    """Mapping of DeepSeek-V2's experts. Only one routing method selects groups of experts."""
+    """Row of DeepSeek-V2's experts. Only one routing method selects groups of experts."""
 
     def from_hf(self, config: Mapping) -> dict:
-        """Return the arguments from a config; see `Part`.
+        """Return the arguments from a config; see `Row`.
 
         Raises:
             InputError: If the routing method is unknown.
@@ -110,42 +114,52 @@ class _GroupLimitedExperts(Experts):
         return {"moe_config": moe_config}
 
     def to_hf(self, arguments: Mapping) -> dict:
-        """Return the config fields from network arguments; see `Part`."""
+        """Return the config keys from network arguments; see `Row`."""
         fields = super().to_hf(arguments)
         return {**fields, "topk_method": _METHODS[fields["topk_group"] < fields["n_group"]]}
 
 
 _METHODS = "greedy", "group_limited_greedy"
-_REFUSED = {"attention_bias": False, "moe_layer_freq": 1}
 _COMMON = {
-    "default_parts": llama_parts_without("num_kv_heads", "head_dim"),
-    "attention": {
-        "self_attn.q_proj": ("attention/query",),
-        "self_attn.q_a_proj": ("attention/query_down",),
-        "self_attn.q_b_proj": ("attention/query_up",),
-        "self_attn.kv_a_proj_with_mqa": ("attention/latent",),
-        "self_attn.kv_b_proj": ("attention/key_value",),
-        "self_attn.o_proj": ("attention/output",),
-    },
-    "norms": {
-        **paths.PRE,
-        "self_attn.q_a_layernorm": "attention/query_latent_norm",
-        "self_attn.kv_a_layernorm": "attention/latent_norm",
-    },
-    "dense": {**paths.GATED, **paths.SHARED},
+    "weights": llama_weights(
+        norms={
+            **NORMS,
+            "self_attn.q_a_layernorm": "attention/query_latent_norm",
+            "self_attn.kv_a_layernorm": "attention/latent_norm",
+        },
+        attention={
+            "self_attn.q_proj": "attention/query",
+            "self_attn.q_a_proj": "attention/query_down",
+            "self_attn.q_b_proj": "attention/query_up",
+            "self_attn.kv_a_proj_with_mqa": "attention/latent",
+            "self_attn.kv_b_proj": "attention/key_value",
+            "self_attn.o_proj": "attention/output",
+        },
+        feed_forward=DEEPSEEK_EXPERTS,
+    ),
     "is_interleaved": True,
-    "skipped_prefixes": next_tokens,
+    "files": NEXT_TOKEN_BLOCKS,
 }
-_V2 = {"normalizes_gates": False, "group_score": "max"}
 DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
-    parts=(
+    keys=llama_keys(
         _Latents(),
-        Blocks(dense=first_dense(0)),
-        deepseek_experts(64, 8, 1407, 2, 1.0, 1, 1, kind=_GroupLimitedExperts, **_V2),
+        Blocks(dense_blocks=FirstDenseBlocks(0)),
+        deepseek_experts(
+            _GroupLimitedExperts,
+            n_routed_experts=64,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1407,
+            n_shared_experts=2,
+            routed_scaling_factor=1.0,
+            n_group=1,
+            topk_group=1,
+            fixed={"normalizes_gates": False, "group_score": "max"},
+        ),
     ),
     supported_values={
-        **_REFUSED,
+        "attention_bias": False,
+        "moe_layer_freq": 1,
         "norm_topk_prob": False,
         "scoring_func": "softmax",
         "mlp_bias": False,
@@ -155,13 +169,24 @@ DEEPSEEK_V2 = Family(
 )
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
-    parts=(
+    keys=llama_keys(
         _Latents(),
-        Blocks(dense=first_dense(3)),
-        deepseek_experts(256, 8, 2048, 1, 2.5, 8, 4, True, router_type="sigmoid"),
+        Blocks(dense_blocks=FirstDenseBlocks(3)),
+        deepseek_experts(
+            n_routed_experts=256,
+            num_experts_per_tok=8,
+            moe_intermediate_size=2048,
+            n_shared_experts=1,
+            routed_scaling_factor=2.5,
+            n_group=8,
+            topk_group=4,
+            norm_topk_prob=True,
+            fixed={"router_type": "sigmoid"},
+        ),
     ),
     supported_values={
-        **_REFUSED,
+        "attention_bias": False,
+        "moe_layer_freq": 1,
         "rope_interleave": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",

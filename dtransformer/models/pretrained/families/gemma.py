@@ -6,85 +6,96 @@ Reference:
     - [Gemma Team, 2025, Gemma 3](https://arxiv.org/abs/2503.19786)
 """
 
-from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
-from dtransformer.models.pretrained.families.family import Family
-from dtransformer.models.pretrained.families.parts import (
+from collections.abc import Mapping
+
+from dtransformer.models.pretrained.families.blocks import (
+    Blocks,
+    Rotary,
+    RotaryByKind,
+    Windows,
+    periodic_kind,
+)
+from dtransformer.models.pretrained.families.family import Family, llama_keys
+from dtransformer.models.pretrained.families.keys import (
     TIED,
-    Field,
+    Key,
     epsilon,
     head_dim,
     hidden_act,
     kv_heads,
     query_scale,
 )
+from dtransformer.models.pretrained.families.weights import NORMS, llama_weights
 
-_FIXED = {"norm": "rms_norm_unit_offset", "embedding_scale": None}
-_REFUSED = {"attention_bias": False, "use_bidirectional_attention": False}
-_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-_HEADS = head_dim(256), TIED
-_NORMS = {
-    **paths.PRE,
-    "post_attention_layernorm": "attention_output_norm",
-    "pre_feedforward_layernorm": "feed_forward_norm",
-    "post_feedforward_layernorm": "feed_forward_output_norm",
+_COMMON = {
+    "supported_values": {"attention_bias": False, "use_bidirectional_attention": False},
+    "ids": {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
 }
-_CAPS = (
+_FIXED = {"norm": "rms_norm_unit_offset", "embedding_scale": None}
+# Gemma 2 and 3 also normalize the outputs of sublayers.
+_SANDWICH_WEIGHTS = llama_weights(
+    {
+        **NORMS,
+        "post_attention_layernorm": "attention_output_norm",
+        "pre_feedforward_layernorm": "feed_forward_norm",
+        "post_feedforward_layernorm": "feed_forward_output_norm",
+    }
+)
+_KEYS = (
+    head_dim(256),
+    TIED,
     query_scale("query_pre_attn_scalar", 256, is_square=True),
     hidden_act("hidden_activation", "gelu_pytorch_tanh"),
     kv_heads(4),
 )
 
 
-def _period(config, index):
-    """Return the kind of a block. By default every sixth block is full."""
-    period = config.get("_sliding_window_pattern") or config.get("sliding_window_pattern") or 6
-    return every(period)(config, index)
+class _Gemma3Windows(Windows):
+    """Windows in all blocks except every sixth by default."""
+
+    def default_kind(self, config: Mapping, index: int) -> str:
+        """Return the kind of a block in a config without `layer_types`."""
+        period = config.get("_sliding_window_pattern") or config.get("sliding_window_pattern")
+        return periodic_kind(index, period or 6)
 
 
-# The first Gemma configs contain "gelu" but mean the tanh approximation.
-_ACTIVATION = hidden_act("hidden_act", "gelu_pytorch_tanh", gelu="gelu_pytorch_tanh")
 GEMMA = Family(
     "GemmaForCausalLM",
-    parts=(*_HEADS, kv_heads(16), _ACTIVATION),
+    keys=llama_keys(
+        head_dim(256),
+        TIED,
+        kv_heads(16),
+        # The first Gemma configs contain "gelu" but mean the tanh approximation.
+        hidden_act("hidden_act", "gelu_pytorch_tanh", gelu="gelu_pytorch_tanh"),
+    ),
     fixed=_FIXED,
-    supported_values=_REFUSED,
-    ids=_IDS,
+    **_COMMON,
 )
 GEMMA2 = Family(
     "Gemma2ForCausalLM",
-    parts=(
-        *_HEADS,
-        *_CAPS,
-        Blocks(kind_rule=every(2), window=4096, has_types=True),
-        Field("soft_cap", "attn_logit_softcapping", 50.0, takes_null=True),
-        Field("logits_soft_cap", "final_logit_softcapping", 30.0, takes_null=True),
+    keys=llama_keys(
+        *_KEYS,
+        Blocks(windows=Windows(4096, period=2, has_layer_types=True)),
+        Key("attn_logit_softcapping", "soft_cap", 50.0, takes_null=True),
+        Key("final_logit_softcapping", "logits_soft_cap", 30.0, takes_null=True),
     ),
+    weights=_SANDWICH_WEIGHTS,
     fixed={**_FIXED, "norm_placement": "sandwich"},
-    supported_values=_REFUSED,
-    ids=_IDS,
-    norms=_NORMS,
+    **_COMMON,
 )
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
-    parts=(
-        *_HEADS,
-        *_CAPS,
+    keys=llama_keys(
+        *_KEYS,
         epsilon(1e-6, same=("qk_norm_epsilon",)),
         Blocks(
-            base=1e6,
-            sliding_base=1e4,
-            kind_rule=_period,
-            window=4096,
-            has_types=True,
-            per_kind=True,
-            base_keys={FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
+            RotaryByKind(full=Rotary(1e6), sliding=Rotary(1e4, base_key="rope_local_base_freq")),
+            _Gemma3Windows(4096, has_layer_types=True),
         ),
-        Field("soft_cap", "attn_logit_softcapping", None),
-        Field("logits_soft_cap", "final_logit_softcapping", None),
+        Key("attn_logit_softcapping", "soft_cap", None),
+        Key("final_logit_softcapping", "logits_soft_cap", None),
     ),
+    weights=_SANDWICH_WEIGHTS,
     fixed={**_FIXED, "norm_placement": "sandwich", "qk_norm": "rms_norm_unit_offset"},
-    supported_values=_REFUSED,
-    ids=_IDS,
-    norms=_NORMS,
+    **_COMMON,
 )

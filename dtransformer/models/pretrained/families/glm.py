@@ -5,50 +5,74 @@ Reference:
     - [GLM-4.5 Team, 2025](https://arxiv.org/abs/2508.06471)
 """
 
-from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.blocks import Blocks
+from dtransformer.models.pretrained.families import weights
+from dtransformer.models.pretrained.families.blocks import Blocks, Rotary
 from dtransformer.models.pretrained.families.experts import (
+    NEXT_TOKEN_BLOCKS,
+    FirstDenseBlocks,
     deepseek_experts,
-    first_dense,
-    next_tokens,
 )
-from dtransformer.models.pretrained.families.family import Family
-from dtransformer.models.pretrained.families.parts import Field, epsilon, head_dim, kv_heads
+from dtransformer.models.pretrained.families.family import Family, llama_keys
+from dtransformer.models.pretrained.families.keys import Key, epsilon, head_dim, kv_heads
 
-_PARTS = (
+_KEYS = llama_keys(
     kv_heads(2),
     head_dim(128),
     epsilon(1.5625e-7),
-    Blocks(fraction=0.5),
-    Field("qkv_bias", "attention_bias", True),
+    Blocks(Rotary(fraction=0.5)),
+    Key("attention_bias", "qkv_bias", True),
 )
 _IDS = {"pad_token_id": 151329, "eos_token_id": 151329}
 
-GLM = Family("GlmForCausalLM", parts=_PARTS, dense=paths.FUSED_GATED, ids=_IDS, is_interleaved=True)
-GLM4 = Family(
-    "Glm4ForCausalLM",
-    parts=_PARTS,
-    fixed={"norm_placement": "sandwich"},
-    dense=paths.FUSED_GATED,
+GLM = Family(
+    "GlmForCausalLM",
+    keys=_KEYS,
+    weights=weights.llama_weights(feed_forward=weights.FUSED_GATED),
     ids=_IDS,
-    norms={
-        "input_layernorm": "attention_norm",
-        "post_self_attn_layernorm": "attention_output_norm",
-        "post_attention_layernorm": "feed_forward_norm",
-        "post_mlp_layernorm": "feed_forward_output_norm",
-    },
     is_interleaved=True,
 )
+GLM4 = Family(
+    "Glm4ForCausalLM",
+    keys=_KEYS,
+    weights=weights.llama_weights(
+        {
+            "input_layernorm": "attention_norm",
+            "post_self_attn_layernorm": "attention_output_norm",
+            "post_attention_layernorm": "feed_forward_norm",
+            "post_mlp_layernorm": "feed_forward_output_norm",
+        },
+        feed_forward=weights.FUSED_GATED,
+    ),
+    fixed={"norm_placement": "sandwich"},
+    ids=_IDS,
+    is_interleaved=True,
+)
+
+
+def _qk_norm(has_norm):
+    return "rms_norm" if has_norm else None
+
+
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
-    parts=(
+    keys=llama_keys(
         kv_heads(8),
         epsilon(1e-5, same=("qk_norm_epsilon",)),
-        Blocks(fraction=0.5, dense=first_dense(1)),
-        Field("qkv_bias", "attention_bias", False),
-        Field("qk_norm", "use_qk_norm", False, lambda x: "rms_norm" if x else None, bool),
-        deepseek_experts(128, 8, 1408, 1, 1.0, 1, 1, True, router_type="sigmoid"),
+        Blocks(Rotary(fraction=0.5), dense_blocks=FirstDenseBlocks(1)),
+        Key("attention_bias", "qkv_bias", False),
+        Key("use_qk_norm", "qk_norm", False, _qk_norm, bool),
+        deepseek_experts(
+            n_routed_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1408,
+            n_shared_experts=1,
+            routed_scaling_factor=1.0,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=True,
+            fixed={"router_type": "sigmoid"},
+        ),
     ),
-    dense={**paths.GATED, **paths.SHARED},
-    skipped_prefixes=next_tokens,
+    weights=weights.llama_weights(feed_forward=weights.DEEPSEEK_EXPERTS),
+    files=NEXT_TOKEN_BLOCKS,
 )

@@ -7,11 +7,16 @@ Reference:
     - The published code, for details that the model card omits
 """
 
-from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.blocks import Blocks, every
+from dtransformer.models.pretrained.families.blocks import Blocks, Rotary, Windows
 from dtransformer.models.pretrained.families.experts import Experts
-from dtransformer.models.pretrained.families.family import Family, llama_parts_without
-from dtransformer.models.pretrained.families.parts import epsilon, head_dim, kv_heads
+from dtransformer.models.pretrained.families.family import Family, llama_keys
+from dtransformer.models.pretrained.families.keys import Key, epsilon, head_dim, kv_heads
+from dtransformer.models.pretrained.families.weights import (
+    ATTENTION,
+    GATE_MAPPING,
+    Weights,
+    llama_weights,
+)
 
 _YARN = {
     "rope_type": "yarn",
@@ -23,21 +28,30 @@ _YARN = {
 }
 GPT_OSS = Family(
     "GptOssForCausalLM",
-    parts=(
+    keys=llama_keys(
         epsilon(1e-5),
         kv_heads(8),
         head_dim(64),
         # Blocks with an even index slide.
-        Blocks(base=150000.0, kind_rule=every(2), window=128, has_types=True, scaling=_YARN),
+        Blocks(Rotary(150000.0, scaling=_YARN), Windows(128, period=2, has_layer_types=True)),
         Experts(
-            {
-                "expert_num": ("num_local_experts", 128),
-                "num_experts_chosen": ("num_experts_per_tok", 4),
-            },
+            (
+                Key("num_local_experts", "expert_num", 128),
+                Key("num_experts_per_tok", "num_experts_chosen", 4),
+            ),
             fixed={"router_bias": True},
         ),
+        without=("hidden_act",),
     ),
-    default_parts=llama_parts_without("hidden_act"),
+    weights=llama_weights(
+        attention={**ATTENTION, "self_attn.sinks": "attention/sinks"},
+        feed_forward={
+            "mlp.router": "feed_forward/router",
+            "mlp.router.bias": "feed_forward/router/logits_bias",
+            "mlp.experts.gate_up_proj": Weights(GATE_MAPPING, "stacked_experts"),
+            "mlp.experts.down_proj": Weights(("feed_forward/projection",), "stacked_experts"),
+        },
+    ),
     fixed={"use_bias": True, "qkv_bias": True, "sinks": True, "hidden_act": "clamped_swiglu"},
     supported_values={
         "hidden_act": "silu",
@@ -45,12 +59,4 @@ GPT_OSS = Family(
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
-    router="mlp.router",
-    router_bias="mlp.router.bias",
-    experts={},
-    stacked={
-        "mlp.experts.gate_up_proj": paths.GATE_MAPPING,
-        "mlp.experts.down_proj": paths.PROJECTION,
-    },
-    block_vectors={"self_attn.sinks": "attention/sinks"},
 )

@@ -9,90 +9,95 @@ Reference:
     - OLMo 3: its published code
 """
 
-from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
-from dtransformer.models.pretrained.families.experts import Experts
-from dtransformer.models.pretrained.families.family import Family
-from dtransformer.models.pretrained.families.parts import epsilon, kv_heads
+from collections.abc import Mapping
 
-_FIXED = {"qk_norm": "rms_norm_all_heads"}
-_EPSILON = epsilon(1e-5, same=("qk_norm_epsilon",))
-_IDS = {"pad_token_id": 1, "eos_token_id": 50279}
-_NORMS = {
-    **paths.PRE,
-    "post_attention_layernorm": "attention_norm",
-    "post_feedforward_layernorm": "feed_forward_norm",
-}
-_NORMS.pop("input_layernorm")
-
-OLMO2 = Family(
-    "Olmo2ForCausalLM",
-    parts=(_EPSILON,),
-    fixed={**_FIXED, "norm_placement": "output"},
-    supported_values={"attention_bias": False},
-    ids=_IDS,
-    norms=_NORMS,
+from dtransformer.models.pretrained.families.blocks import (
+    FULL,
+    SLIDING,
+    Blocks,
+    Rotary,
+    RotaryByKind,
+    Windows,
+    periodic_kind,
 )
+from dtransformer.models.pretrained.families.experts import Experts
+from dtransformer.models.pretrained.families.family import Family, llama_keys
+from dtransformer.models.pretrained.families.keys import Key, epsilon, kv_heads
+from dtransformer.models.pretrained.families.weights import EXPERTS, llama_weights
+
+_EPSILON = epsilon(1e-5, same=("qk_norm_epsilon",))
+_OUTPUT_NORM_WEIGHTS = llama_weights(
+    {
+        "post_attention_layernorm": "attention_norm",
+        "post_feedforward_layernorm": "feed_forward_norm",
+        "self_attn.q_norm": "attention/query_norm",
+        "self_attn.k_norm": "attention/key_norm",
+    }
+)
+_OLMO = {
+    "weights": _OUTPUT_NORM_WEIGHTS,
+    "fixed": {"qk_norm": "rms_norm_all_heads", "norm_placement": "output"},
+    "supported_values": {"attention_bias": False},
+    "ids": {"pad_token_id": 1, "eos_token_id": 50279},
+}
+OLMO2 = Family("Olmo2ForCausalLM", keys=llama_keys(_EPSILON), **_OLMO)
 OLMO3 = Family(
     "Olmo3ForCausalLM",
-    parts=(
+    keys=llama_keys(
         _EPSILON,
         Blocks(
-            base=5e5,
-            kind_rule=every(4),
-            window=4096,
-            has_types=True,
-            per_kind=True,
-            base_keys=dict.fromkeys((FULL, SLIDING), "rope_theta"),
+            RotaryByKind(full=Rotary(5e5), sliding=Rotary(5e5)),
+            Windows(4096, period=4, has_layer_types=True),
         ),
     ),
-    fixed={**_FIXED, "norm_placement": "output"},
-    supported_values={"attention_bias": False},
-    ids=_IDS,
-    norms=_NORMS,
+    **_OLMO,
 )
 OLMOE = Family(
     "OlmoeForCausalLM",
-    parts=(
+    keys=llama_keys(
         _EPSILON,
         Experts(
-            {
-                "expert_num": ("num_experts", 64),
-                "num_experts_chosen": ("num_experts_per_tok", 8),
-                "normalizes_gates": ("norm_topk_prob", False),
-            },
+            (
+                Key("num_experts", "expert_num", 64),
+                Key("num_experts_per_tok", "num_experts_chosen", 8),
+                Key("norm_topk_prob", "normalizes_gates", False),
+            ),
             aux_loss=0.01,
         ),
     ),
-    fixed=_FIXED,
+    weights=llama_weights(feed_forward=EXPERTS),
+    fixed={"qk_norm": "rms_norm_all_heads"},
     supported_values={"attention_bias": False, "clip_qkv": None},
-    ids=_IDS,
+    ids={"pad_token_id": 1, "eos_token_id": 50279},
 )
 
 
-def _slides(config, index):
-    """Return the kind of a block of EXAONE 4.
+class _ExaoneWindows(Windows):
+    """Windows in the blocks that `sliding_window_pattern` selects.
 
-    `sliding_window_pattern` is a period, or one letter per block of a period: `L` slides. The
-    last block is full then.
+    The key is a period, or a string with one letter per block of a period. `L` means a sliding
+    block. With letters the last block is always full.
     """
-    period = config.get("sliding_window_pattern", 4)
-    if config.get("sliding_window", 4096) is None or not period:
-        return FULL
-    if isinstance(period, str):
+
+    def default_kind(self, config: Mapping, index: int) -> str:
+        """Return the kind of a block in a config without `layer_types`."""
+        pattern = config.get("sliding_window_pattern", 4)
+        if config.get("sliding_window", 4096) is None or not pattern:
+            return FULL
+        if not isinstance(pattern, str):
+            return periodic_kind(index, pattern)
         is_last = index == config["num_hidden_layers"] - 1
-        return SLIDING if period[index % len(period)] == "L" and not is_last else FULL
-    return every(period)(config, index)
+        return SLIDING if pattern[index % len(pattern)] == "L" and not is_last else FULL
 
 
 EXAONE4 = Family(
     "Exaone4ForCausalLM",
-    parts=(
+    keys=llama_keys(
         _EPSILON,
         kv_heads(32),
-        Blocks(kind_rule=_slides, window=4096, has_types=True, full_has_rotary=False),
+        Blocks(windows=_ExaoneWindows(4096, has_layer_types=True, full_has_rotary=False)),
     ),
+    weights=_OUTPUT_NORM_WEIGHTS,
     fixed={"qk_norm": "rms_norm", "norm_placement": "output"},
     ids={"bos_token_id": 0, "eos_token_id": 2},
-    norms=_NORMS,
 )

@@ -11,20 +11,36 @@ Reference:
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError
-from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.blocks import Blocks, every
-from dtransformer.models.pretrained.families.family import Family, llama_parts_without
-from dtransformer.models.pretrained.families.parts import TIED, Field, differs, epsilon, hidden_act
+from dtransformer.models.pretrained.families.blocks import Blocks, Rotary, Windows, periodic_kind
+from dtransformer.models.pretrained.families.family import Family, FileNames, llama_keys
+from dtransformer.models.pretrained.families.keys import (
+    TIED,
+    Key,
+    hidden_act,
+    layer_norm_epsilon,
+    replace_rows,
+    unsupported_argument,
+)
+from dtransformer.models.pretrained.families.weights import (
+    NORMS,
+    QUERY_KEY_VALUE,
+    Table,
+    Weights,
+    blocks,
+    products,
+)
 
 # Arguments of GPT-2 and its direct successors.
 CLASSIC = {"norm": "layer_norm", "gated": False, "use_bias": True, "qkv_bias": True}
-_EPSILON = epsilon(1e-5, "layer_norm_eps", none_value=1e-5)
-_DENSE = {"mlp.dense_h_to_4h": paths.MAPPING, "mlp.dense_4h_to_h": paths.PROJECTION}
+_FEED_FORWARD = {
+    "mlp.dense_h_to_4h": "feed_forward/mapping",
+    "mlp.dense_4h_to_h": "feed_forward/projection",
+}
 _ONE_NORM = "parallel_one_norm"
 
 
-def parallel_residual(default: bool, placement: str) -> Field:
-    """Return the `Field` of parallel attention and feed-forward layers.
+def parallel_residual(default: bool, placement: str) -> Key:
+    """Return the row of parallel attention and feed-forward layers.
 
     Args:
         default: Default of a config without the key.
@@ -35,57 +51,81 @@ def parallel_residual(default: bool, placement: str) -> Field:
         return placement if value else None
 
     to_config = {placement: True, None: False, "pre": False}.get
-    return Field("norm_placement", "use_parallel_residual", default, to_argument, to_config)
+    return Key("use_parallel_residual", "norm_placement", default, to_argument, to_config)
 
 
 GPT_NEOX = Family(
     "GPTNeoXForCausalLM",
-    parts=(
-        _EPSILON,
+    keys=llama_keys(
+        layer_norm_epsilon(1e-5),
         hidden_act(default="gelu"),
-        Blocks(fraction=0.25, fields=("rotary_emb_base", "rotary_pct")),
-        Field("dropout_rate", "hidden_dropout", 0.0, same=("embedding_dropout_rate",)),
+        Blocks(Rotary(fraction=0.25, base_key="rotary_emb_base", fraction_key="rotary_pct")),
+        Key("hidden_dropout", "dropout_rate", 0.0, same=("embedding_dropout_rate",)),
         parallel_residual(True, "parallel"),
+        without=("num_kv_heads", "head_dim"),
     ),
-    default_parts=llama_parts_without("num_kv_heads", "head_dim"),
+    weights={
+        "gpt_neox.embed_in.weight": "embedding/table",
+        "gpt_neox.final_layer_norm": "blocks/final_norm",
+        "embed_out": "head",
+        **blocks(
+            "gpt_neox.layers.{i}.",
+            NORMS,
+            {
+                "attention.query_key_value": Weights(QUERY_KEY_VALUE, "head_groups"),
+                "attention.dense": "attention/output",
+            },
+            _FEED_FORWARD,
+        ),
+    },
     fixed=CLASSIC,
     supported_values={"attention_bias": True, "is_decoder": False},
     ids={"bos_token_id": 0, "eos_token_id": 2},
-    attention={"attention.query_key_value": paths.QUERY_KEY_VALUE, "attention.dense": paths.OUTPUT},
-    dense=_DENSE,
-    is_grouped=True,
-    block="gpt_neox.layers.{}.",
-    tables={"gpt_neox.embed_in.weight": "embedding/table"},
-    top={"gpt_neox.final_layer_norm": "blocks/final_norm", "embed_out": "head"},
-    copies=("embed_out.weight",),
-    renamed={"lm_head.weight": "embed_out.weight"},
-    ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    files=FileNames(
+        renamed={"lm_head.weight": "embed_out.weight"},
+        ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    ),
 )
 PHI = Family(
     "PhiForCausalLM",
-    parts=(
-        _EPSILON,
+    keys=llama_keys(
+        layer_norm_epsilon(1e-5),
         hidden_act(default="gelu_new"),
-        Blocks(fraction=0.5),
-        Field("dropout_rate", "resid_pdrop", 0.0),
-        Field("embedding_dropout_rate", "embd_pdrop", 0.0),
+        Blocks(Rotary(fraction=0.5)),
+        Key("resid_pdrop", "dropout_rate", 0.0),
+        Key("embd_pdrop", "embedding_dropout_rate", 0.0),
     ),
+    weights={
+        "model.embed_tokens.weight": "embedding/table",
+        "model.final_layernorm": "blocks/final_norm",
+        "lm_head": "head",
+        **blocks(
+            "model.layers.{i}.",
+            NORMS,
+            products("self_attn.{}", "q_proj", "k_proj", "v_proj", "dense"),
+            {"mlp.fc1": "feed_forward/mapping", "mlp.fc2": "feed_forward/projection"},
+        ),
+    },
     fixed={**CLASSIC, "norm_placement": _ONE_NORM, "head_bias": True},
     supported_values={"qk_layernorm": False},
     ids={"bos_token_id": 1, "eos_token_id": 2},
-    attention=paths.attention("self_attn.{}", "q_proj", "k_proj", "v_proj", "dense"),
-    dense={"mlp.fc1": paths.MAPPING, "mlp.fc2": paths.PROJECTION},
-    top={"model.final_layernorm": "blocks/final_norm", "lm_head": "head"},
 )
 
 
-def _slides(config, index):
-    """Return the kind of a block of Command R7B. By default every fourth block is full."""
-    if config.get("sliding_window", 4096) is None:
-        raise InputError(
-            "`sliding_window=null` (blocks without positions) is not supported for Cohere 2."
-        )
-    return every(config.get("sliding_window_pattern") or 4)(config, index)
+class _Cohere2Windows(Windows):
+    """Windows in all blocks except every fourth by default."""
+
+    def default_kind(self, config: Mapping, index: int) -> str:
+        """Return the kind of a block in a config without `layer_types`.
+
+        Raises:
+            InputError: If the config has no windows.
+        """
+        if config.get("sliding_window", 4096) is None:
+            raise InputError(
+                "`sliding_window=null` (blocks without positions) is not supported for Cohere 2."
+            )
+        return periodic_kind(index, config.get("sliding_window_pattern") or 4)
 
 
 _COHERE = {
@@ -93,18 +133,23 @@ _COHERE = {
     "ids": {"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
     "is_interleaved": True,
 }
-_COHERE_PARTS = _EPSILON, TIED, Field("logits_scale", "logit_scale", 0.0625)
+_COHERE_KEYS = llama_keys(
+    layer_norm_epsilon(1e-5),
+    TIED,
+    Key("logit_scale", "logits_scale", 0.0625),
+    Blocks(Rotary(5e5)),
+)
 COHERE = Family(
     "CohereForCausalLM",
-    parts=(*_COHERE_PARTS, Blocks(base=5e5)),
+    keys=_COHERE_KEYS,
     supported_values={"attention_bias": False, "use_qk_norm": False},
     **_COHERE,
 )
 COHERE2 = Family(
     "Cohere2ForCausalLM",
-    parts=(
-        *_COHERE_PARTS,
-        Blocks(kind_rule=_slides, window=4096, has_types=True, full_has_rotary=False),
+    keys=replace_rows(
+        _COHERE_KEYS,
+        Blocks(windows=_Cohere2Windows(4096, has_layer_types=True, full_has_rotary=False)),
     ),
     supported_values={"attention_bias": False},
     **_COHERE,
@@ -112,12 +157,12 @@ COHERE2 = Family(
 
 
 class _FalconHeads:
-    """Mapping of Falcon's key and value heads and norms."""
+    """Row of Falcon's key and value heads and norms."""
 
     arguments = "num_kv_heads", "norm_placement"
 
     def from_hf(self, config: Mapping) -> dict:
-        """Return the arguments from a config; see `Part`."""
+        """Return the arguments from a config; see `Row`."""
         heads = config.get("num_kv_heads")
         is_multi_query = config.get("multi_query", True)
         has_two = config.get("num_ln_in_parallel_attn") != 1
@@ -130,7 +175,7 @@ class _FalconHeads:
         }
 
     def to_hf(self, arguments: Mapping) -> dict:
-        """Return the config fields from network arguments; see `Part`.
+        """Return the config keys from network arguments; see `Row`.
 
         Raises:
             InputError: If the blocks are not parallel.
@@ -138,35 +183,53 @@ class _FalconHeads:
         placement = arguments["norm_placement"]
         norms = {_ONE_NORM: 1, "parallel": 2}.get(placement)
         if norms is None:
-            raise differs("norm_placement", repr(placement), "'parallel'")
+            raise unsupported_argument("norm_placement", repr(placement), "'parallel'")
         heads = arguments["num_kv_heads"] or arguments["num_heads"]
         is_new = norms == 2 or heads not in (1, arguments["num_heads"])
         fields = {"num_kv_heads": heads, "num_ln_in_parallel_attn": norms} if is_new else {}
         return {"new_decoder_architecture": is_new, "multi_query": heads == 1, **fields}
 
 
-def _falcon_norms(arguments):
-    has_two = arguments["norm_placement"] == "parallel"
-    return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"} if has_two else paths.PRE
+def _four_times(sizes):
+    return 4 * sizes["hidden_size"]
 
 
-FALCON = Family(
+class _Falcon(Family):
+    """Family whose norms have other names if a block has two."""
+
+    def weight_names(self, arguments: Mapping) -> Table:
+        """Return the table of weight names for a network's arguments."""
+        norms = NORMS
+        if arguments["norm_placement"] == "parallel":
+            norms = {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"}
+        return {**self.weights, **blocks("transformer.h.{i}.", norms)}
+
+
+FALCON = _Falcon(
     "FalconForCausalLM",
-    parts=(
+    keys=llama_keys(
         _FalconHeads(),
-        epsilon(1e-5, "layer_norm_epsilon", none_value=1e-5),
+        layer_norm_epsilon(1e-5, "layer_norm_epsilon"),
         hidden_act("activation", "gelu"),
         TIED,
-        Field("use_bias", "bias", False, same=("qkv_bias",)),
-        Field(
-            "ffn_hidden_size",
-            "ffn_hidden_size",
-            lambda config: 4 * config["hidden_size"],
-            none_value=lambda arguments: 4 * arguments["hidden_size"],
-        ),
-        Field("max_length", "max_position_embeddings", 2048),
+        Key("bias", "use_bias", False, same=("qkv_bias",)),
+        Key("ffn_hidden_size", "ffn_hidden_size", _four_times, unset=_four_times),
+        Key("max_position_embeddings", "max_length", 2048),
+        without=("head_dim", "attention_dropout_rate"),
     ),
-    default_parts=llama_parts_without("head_dim", "attention_dropout_rate"),
+    weights={
+        "transformer.word_embeddings.weight": "embedding/table",
+        "transformer.ln_f": "blocks/final_norm",
+        "lm_head": "head",
+        **blocks(
+            "transformer.h.{i}.",
+            {
+                "self_attention.query_key_value": Weights(QUERY_KEY_VALUE, "head_groups"),
+                "self_attention.dense": "attention/output",
+            },
+            _FEED_FORWARD,
+        ),
+    },
     fixed={"norm": "layer_norm", "gated": False, "attention_dropout_rate": 0.0},
     # Falcon applies dropout to the sum of both layers, and attention dropout only with ALiBi.
     supported_values={
@@ -176,14 +239,4 @@ FALCON = Family(
         "attention_dropout": 0.0,
     },
     ids={"bos_token_id": 11, "eos_token_id": 11},
-    attention={
-        "self_attention.query_key_value": paths.QUERY_KEY_VALUE,
-        "self_attention.dense": paths.OUTPUT,
-    },
-    dense=_DENSE,
-    norms=_falcon_norms,
-    is_grouped=True,
-    block="transformer.h.{}.",
-    tables={"transformer.word_embeddings.weight": "embedding/table"},
-    top={"transformer.ln_f": "blocks/final_norm", "lm_head": "head"},
 )

@@ -11,29 +11,28 @@ from collections.abc import Collection, Mapping
 from dtransformer.errors import InputError, shown
 from dtransformer.models.base import first_given
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
-from dtransformer.models.pretrained.families import paths
-from dtransformer.models.pretrained.families.bart import BASE, COPIES
-from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
-from dtransformer.models.pretrained.families.parts import (
+from dtransformer.models.pretrained.families.bart import TABLE_COPIES
+from dtransformer.models.pretrained.families.family import Family, FileNames
+from dtransformer.models.pretrained.families.keys import (
     TIED,
-    Field,
+    Key,
     activation,
     epsilon,
-    published_activation,
+    head_size,
+    hf_activation,
 )
-
-_HEAD = "lm_head.weight"
+from dtransformer.models.pretrained.families.weights import Table, blocks, products
 
 
 @dataclasses.dataclass(frozen=True)
 class _FeedForward:
-    """Mapping of the activation and of whether the feed-forward layer is gated."""
+    """Row of the activation and of whether the feed-forward layer is gated."""
 
     default: str = "relu"
     arguments: tuple[str, ...] = ("gated", "hidden_act")
 
     def from_hf(self, config: Mapping) -> dict:
-        """Return the arguments from a config; see `Part`.
+        """Return the arguments from a config; see `Row`.
 
         Raises:
             InputError: If the layer is unknown.
@@ -49,12 +48,12 @@ class _FeedForward:
         return {"gated": bool(gate), "hidden_act": activation(name)}
 
     def to_hf(self, arguments: Mapping) -> dict:
-        """Return the config fields from network arguments; see `Part`.
+        """Return the config keys from network arguments; see `Row`.
 
         Raises:
             InputError: If configs have no name for the gate.
         """
-        name = published_activation(arguments["hidden_act"])
+        name = hf_activation(arguments["hidden_act"])
         if arguments["gated"] and name == "gelu":
             raise InputError(
                 "A gated `hidden_act='gelu'` has no name in T5's configs. Use 'gelu_tanh'."
@@ -65,74 +64,92 @@ class _FeedForward:
         }
 
 
-def _stack(side, *attentions):
-    """Return the `Family` fields that differ in one side's blocks.
-
-    Args:
-        side: `"encoder"` or `"decoder"`.
-        *attentions: Tuples of an attention's name in `transformers` and its path here.
-    """
-    last = len(attentions)
-    attention = {}
-    norms = {}
-
-    def dense(arguments):
-        gated = {"wi_0": "gate", "wi_1": "mapping"}
-        names = {**(gated if arguments["gated"] else {"wi": "mapping"}), "wo": "projection"}
-        return {f"{last}.DenseReluDense.{x}": (f"feed_forward/{y}",) for x, y in names.items()}
-
-    for i, (hf_name, path) in enumerate(attentions):
-        attention |= paths.attention(f"{i}.{hf_name}.{{}}", *"qkvo", path=path)
-        norms[f"{i}.layer_norm"] = f"{path}_norm"
-    return {
-        "block": f"{side}.block.{{}}.layer.",
-        "path": f"transformer/{side}/block_{{}}/",
-        "attention": attention,
-        "dense": dense,
-        "norms": {**norms, f"{last}.layer_norm": "feed_forward_norm"},
-    }
+def _block_weights(side: str, *tables: Table) -> Table:
+    return blocks(f"{side}.block.{{i}}.layer.", *tables, path=f"transformer/{side}/block_{{i}}/")
 
 
-def _finalize(arguments: dict, tensor_names: Collection[str]) -> dict:
-    """Untie the head if a T5 1.1 file has one. Newer T5 1.1 configs wrongly tie it."""
-    has_head = not arguments["scales_output"] and _HEAD in tensor_names
-    return {**arguments, "tied_head": arguments["tied_head"] and not has_head}
+def _feed_forward(layer: str, is_gated: bool) -> Table:
+    """Return the table of a feed-forward layer with an index among the sublayers of a block."""
+    name = f"{layer}.DenseReluDense"
+    if is_gated:
+        inputs = {f"{name}.wi_0": "feed_forward/gate", f"{name}.wi_1": "feed_forward/mapping"}
+    else:
+        inputs = {f"{name}.wi": "feed_forward/mapping"}
+    return {**inputs, f"{name}.wo": "feed_forward/projection"}
 
 
-_PARTS = (
-    Field("hidden_size", "d_model"),
-    Field("num_heads", "num_heads"),
-    Field("ffn_hidden_size", "d_ff"),
-    Field(
-        "head_dim",
-        "d_kv",
-        none_value=lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
-    ),
-    Field("encoder_layers", "num_layers"),
-    Field("decoder_layers", "num_decoder_layers", lambda config: config["num_layers"]),
-    Field(
+class _T5(Family):
+    """Family whose feed-forward weights have other names if they are gated."""
+
+    def weight_names(self, arguments: Mapping) -> Table:
+        """Return the table of weight names for a network's arguments."""
+        is_gated = arguments["gated"]
+        return {
+            **self.weights,
+            **_block_weights("encoder", _feed_forward("1", is_gated)),
+            **_block_weights("decoder", _feed_forward("2", is_gated)),
+        }
+
+    def adapt_to_file(self, arguments: dict, names: Collection[str]) -> dict:
+        """Untie the head if a T5 1.1 file has one. Newer T5 1.1 configs wrongly tie it."""
+        has_head = not arguments["scales_output"] and self.head_name in names
+        return {**arguments, "tied_head": arguments["tied_head"] and not has_head}
+
+
+_KEYS = (
+    Key("d_model", "hidden_size"),
+    Key("num_heads", "num_heads"),
+    Key("d_ff", "ffn_hidden_size"),
+    Key("d_kv", "head_dim", unset=head_size),
+    Key("num_layers", "encoder_layers"),
+    Key("num_decoder_layers", "decoder_layers", lambda config: config["num_layers"]),
+    Key(
         "dropout_rate",
         "dropout_rate",
         0.1,
         same=("attention_dropout_rate", "embedding_dropout_rate"),
     ),
     epsilon(1e-6, "layer_norm_epsilon"),
-    Field("relative_ranges", "relative_attention_num_buckets", 32),
-    Field("relative_max_distance", "relative_attention_max_distance", 128),
+    Key("relative_attention_num_buckets", "relative_ranges", 32),
+    Key("relative_attention_max_distance", "relative_max_distance", 128),
     TIED,
 )
-_BIAS = "{0}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-T5 = Family(
+_POSITIONS = "relative_positions/table"
+_RELATIVE_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+T5 = _T5(
     "T5ForConditionalGeneration",
-    parts=(
-        *_PARTS,
+    keys=(
+        *_KEYS,
         _FeedForward(),
-        Field(
-            "scales_output",
+        Key(
             "scale_decoder_outputs",
+            "scales_output",
             lambda config: config.get("tie_word_embeddings") is not False,
         ),
     ),
+    weights={
+        "shared.weight": "source_embedding/table",
+        f"encoder.{_RELATIVE_BIAS}": f"transformer/encoder/{_POSITIONS}",
+        f"decoder.{_RELATIVE_BIAS}": f"transformer/decoder/{_POSITIONS}",
+        **_block_weights(
+            "encoder",
+            {"0.layer_norm": "attention_norm", "1.layer_norm": "feed_forward_norm"},
+            products("0.SelfAttention.{}", *"qkvo"),
+        ),
+        "encoder.final_layer_norm": "transformer/encoder/final_norm",
+        **_block_weights(
+            "decoder",
+            {
+                "0.layer_norm": "self_attention_norm",
+                "1.layer_norm": "cross_attention_norm",
+                "2.layer_norm": "feed_forward_norm",
+            },
+            products("0.SelfAttention.{}", *"qkvo", path="self_attention"),
+            products("1.EncDecAttention.{}", *"qkvo", path="cross_attention"),
+        ),
+        "decoder.final_layer_norm": "transformer/decoder/final_norm",
+        "lm_head": "head",
+    },
     fixed={
         "positions": "relative",
         "norm": "rms_norm",
@@ -143,32 +160,12 @@ T5 = Family(
         "head_bias": False,
     },
     supported_values={"is_decoder": False, "is_encoder_decoder": True},
-    stacks={
-        "encoder_layers": _stack("encoder", ("SelfAttention", "attention")),
-        "decoder_layers": _stack(
-            "decoder", ("SelfAttention", "self_attention"), ("EncDecAttention", "cross_attention")
-        ),
-    },
-    tables={
-        "shared.weight": "source_embedding/table",
-        _BIAS.format("encoder"): "transformer/encoder/relative_positions/table",
-        _BIAS.format("decoder"): "transformer/decoder/relative_positions/table",
-    },
-    top={
-        "encoder.final_layer_norm": "transformer/encoder/final_norm",
-        "decoder.final_layer_norm": "transformer/decoder/final_norm",
-        "lm_head": "head",
-    },
-    base=BASE,
-    default_parts=(),
     network=EncoderDecoderLM,
-    special_ids=DECODER_IDS,
-    needs_unique_padding=False,
-    copies=COPIES,
-    ignored=("EncDecAttention.relative_attention_bias.weight",),
-    finalize=_finalize,
+    files=FileNames(
+        ignored=("EncDecAttention.relative_attention_bias.weight",), table_copies=TABLE_COPIES
+    ),
 )
 # mT5 follows T5 1.1: gated, with unscaled decoder outputs.
 MT5 = dataclasses.replace(
-    T5, architecture="MT5ForConditionalGeneration", parts=(*_PARTS, _FeedForward("gated-gelu"))
+    T5, architecture="MT5ForConditionalGeneration", keys=(*_KEYS, _FeedForward("gated-gelu"))
 )

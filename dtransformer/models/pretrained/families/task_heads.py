@@ -13,9 +13,10 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.parts import Field, choice
+from dtransformer.models.pretrained.families.keys import Key, choice
+from dtransformer.models.pretrained.families.weights import stored_tensors
 from dtransformer.models.pretrained.folder import read_pooling_head
-from dtransformer.models.pretrained.stored_tensor import StoredTensor, bias, linear
+from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 _MAX_LABELS = 2**20  # maximum number of labels that get a name
 SEQUENCE = "ForSequenceClassification"
@@ -36,7 +37,7 @@ class TaskHead:
         layer: Class of the head layer.
         dense: Dict from names of the head's parts in `transformers` to paths in the layer.
         arguments: Dict of the layer's arguments, except the number of labels and dropout.
-        fields: Tuple of `Field`s for other arguments of the layer.
+        fields: Tuple of `Key`s for other arguments of the layer.
         dropouts: Tuple of config keys of the dropout rate. The first one in a config counts.
             An empty tuple disables dropout.
         default_dropout: Default dropout rate.
@@ -45,7 +46,7 @@ class TaskHead:
     layer: Callable
     dense: Mapping[str, str]
     arguments: Mapping = dataclasses.field(default_factory=dict)
-    fields: tuple[Field, ...] = ()
+    fields: tuple[Key, ...] = ()
     dropouts: tuple[str, ...] = ("classifier_dropout", "hidden_dropout_prob")
     default_dropout: float = 0.1
 
@@ -72,14 +73,9 @@ class TaskHead:
     def tensors(self, head: LabelHead) -> list[StoredTensor]:
         """Return the `StoredTensor`s of a head."""
         shapes = weight_shapes.of_layer(head, (None, None, 1))
-        suffixes = {"kernel": ("weight", linear), "gamma": ("weight", bias)}
-        suffixes |= {"bias": ("bias", bias), "beta": ("bias", bias)}
-        return [
-            make(f"{hf_name}.{name}", f"head/{path}/{kind}")
-            for hf_name, path in self.dense.items()
-            for kind, (name, make) in suffixes.items()
-            if f"{path}/{kind}" in shapes
-        ]
+        weights = {f"head/{path}": shape for path, shape in shapes.items()}
+        names = {hf_name: f"head/{path}" for hf_name, path in self.dense.items()}
+        return stored_tensors(names, weights)
 
 
 def _heads(sequence, tokens="classifier", **options):
@@ -110,11 +106,11 @@ _DECODER = _heads(_LAST, "score", dropouts=_RATES)
 _MODERNBERT = {
     "dense": {"head.dense": "pooler", "head.norm": "norm", "classifier": "classifier"},
     "arguments": {"hidden_act": "gelu", "hidden_bias": False, "norm": "layer_norm_without_beta"},
-    "fields": (Field("norm_epsilon", "norm_eps", 1e-5),),
+    "fields": (Key("norm_eps", "norm_epsilon", 1e-5),),
     "dropouts": ("classifier_dropout",),
     "default_dropout": 0.0,
 }
-_POOLING = choice("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
+_POOLING = choice("classifier_pooling", "pooling", "cls", {"cls": "first", "mean": "mean"})
 _HEADS_BY_KIND = {
     # `transformers` has no token classification for these families.
     **{
@@ -196,7 +192,7 @@ def with_stored_head(network: TokenModel, config: Mapping, folder: pathlib.Path)
     rates = (config.get(field) for field in form.dropouts)
     rate = next((rate for rate in rates if rate is not None), form.default_dropout)
     fields = {**FAMILIES[config["model_type"]].ids, **config}
-    return with_task_head(network, form.head(labels_of(config, folder), network, rate, fields))
+    return with_task_head(network, form.head(read_labels(config, folder), network, rate, fields))
 
 
 def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> LabelHead | None:
@@ -217,7 +213,7 @@ def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> Labe
     return form and form.head(labels, network, network.arguments["dropout_rate"], fallback)
 
 
-def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
+def read_labels(config: Mapping, folder: pathlib.Path) -> list[str]:
     """Return the label names of a config in order. A config without labels has two.
 
     Raises:
@@ -226,7 +222,7 @@ def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
     names = config.get("id2label")
     num_labels = config.get("num_labels", 2)
     if not names:
-        return usual_labels(min(check_int(f"{folder}: num_labels", num_labels), _MAX_LABELS))
+        return default_labels(min(check_int(f"{folder}: num_labels", num_labels), _MAX_LABELS))
     if not isinstance(names, dict) or not all(key.isdigit() for key in names):
         raise InputError(
             f"{folder}: `id2label` must be a dict from indices to names, got {shown(names)}."
@@ -234,12 +230,12 @@ def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
-def usual_labels(num_labels: int) -> list[str]:
+def default_labels(num_labels: int) -> list[str]:
     """Return the default names of labels: `"LABEL_0"`, `"LABEL_1"` and so on."""
     return [f"LABEL_{index}" for index in range(num_labels)]
 
 
-def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
+def network_tensors(kind: str, network: TokenModel) -> list[StoredTensor]:
     """Return the `StoredTensor`s in a file of a network, including its task head.
 
     Args:
@@ -278,7 +274,7 @@ def head_fields(kind: str, network: TokenModel) -> dict:
             raise InputError(f"Saving text vectors is not supported for the family {kind!r}.")
         return {"architectures": [f"{base}Model"]}
     ending, form = _find_form(kind, head)
-    names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
+    names = getattr(head, "label_names", None) or default_labels(head.num_labels)
     optional_fields = [("problem_type", "problem_type"), ("pad_token_id", "pad_id")]
     return {
         "architectures": [base + ending],
@@ -296,7 +292,7 @@ def head_fields(kind: str, network: TokenModel) -> dict:
 
 
 def file_name(kind: str, name: str, network: TokenModel) -> str:
-    """Return the name in a network's files for a tensor of `tensors_of`."""
+    """Return the name in a network's files for a tensor of `network_tensors`."""
     family = FAMILIES[kind]
     if isinstance(getattr(network, "head", None), PoolingHead):
         return name.removeprefix(family.base_prefix)
