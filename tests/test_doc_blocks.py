@@ -45,6 +45,10 @@ SMALL = {
 NOT_RUN = {
     ("generation.md", "intra_op_parallelism"): "it must be set before the first tensor",
     ("training.md", "simple_evaluate"): "the harness is a separate package",
+    (
+        "keras.md",
+        "GemmaCausalLM",
+    ): "it downloads weights; tests/trainers/test_hub_tasks.py covers it",
     ("pipeline.md", "timeline"): "a pipeline needs several processes; tests/distributed/ covers it",
 }
 # Commands of other packages, and names of files that the reader writes.

@@ -11,6 +11,7 @@ from dtransformer import _compat
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer.checks import check_elementwise
+from dtransformer.trainers.sample_preprocessing import PREPROCESS
 
 
 def check_compile_options(objective, optimizer, compiler):
@@ -84,31 +85,38 @@ def check_network(network):
             f"The BatchNormalization {layer.name!r} would compute different means on each data "
             "shard. Use LayerNormalization or GroupNormalization, or freeze it (trainable=False)."
         )
-    for name in _overridden_methods(network, _STEP_METHODS):
-        raise ValueError(
-            f"{type(network).__name__} overrides `{name}`, which the trainer does not call. Move "
-            "its computation to a loss, a metric or `add_loss`."
-        )
+    for name in _STEP_METHODS:
+        if _defining_class(network, name) is not None:
+            raise ValueError(
+                f"{type(network).__name__} overrides `{name}`, which the trainer does not call. "
+                "Move its computation to a loss, a metric or `add_loss`."
+            )
 
 
-def _overridden_methods(network, names):
-    """Return the names of methods that are not inherited from Keras."""
-    overridden = []
-    for name in names:
-        method = getattr(type(network), name, None)
-        if not getattr(method, "__module__", "keras.").startswith("keras."):
-            overridden.append(name)
-    return overridden
+def _defining_class(network, name):
+    """Return the class that overrides a method of Keras, or `None`."""
+    for kind in type(network).__mro__:
+        if name in vars(kind):
+            return None if kind.__module__.startswith("keras.") else kind
+    return None
 
 
 def warn_overridden_loops(network):
-    """Warn once, on rank 0, if a network overrides a loop such as `fit`."""
-    names = _overridden_methods(network, _LOOP_METHODS)
+    """Warn once, on rank 0, if a network overrides a loop such as `fit`.
+
+    The loops of a class with a method `preprocess_samples`, as in KerasHub, only preprocess data.
+    The trainer calls this method too.
+    """
+    names = []
+    for name in _LOOP_METHODS:
+        kind = _defining_class(network, name)
+        if kind is not None and PREPROCESS not in vars(kind):
+            names.append(name)
     if names and job.is_chief():
         warnings.warn(
             f"{type(network).__name__} overrides {', '.join(names)}, which the trainer does not "
-            "call. Preprocess the data first, for example with data.map(task.preprocessor) for "
-            "KerasHub, and move other code to a callback.",
+            "call. Preprocess the data first, or in a method `preprocess_samples(x, y, "
+            "sample_weight)`, and move other code to a callback.",
             stacklevel=3,
         )
 

@@ -33,6 +33,25 @@ class CompileOptions:
     steps_per_execution: int = 1
 
 
+def resolve_optimizer(network, optimizer):
+    """Return the optimizer of a trainer, or its name.
+
+    Without an optimizer it uses the optimizer of the network's last `compile`, with new states if
+    it has been used, or else AdamW.
+
+    Args:
+        network: The `keras.Model`.
+        optimizer: As in `Trainer.compile`.
+    """
+    if optimizer is not None:
+        return optimizer
+    if not network.compiled or network.optimizer is None:
+        return "adamw"
+    if network.optimizer.built:
+        return type(network.optimizer).from_config(network.optimizer.get_config())
+    return network.optimizer
+
+
 def resolve_losses(network, loss, loss_weights):
     """Return the `Objective` of a trainer.
 

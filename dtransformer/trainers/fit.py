@@ -18,6 +18,7 @@ from dtransformer.trainers.epoch_batches import EpochBatches
 from dtransformer.trainers.epoch_loop import EpochLoop, Validation
 from dtransformer.trainers.preemption import stop_on_signals
 from dtransformer.trainers.rank_agreement import prepare_callbacks
+from dtransformer.trainers.sample_preprocessing import PREPROCESS, preprocess_data
 from dtransformer.trainers.start_point import check_callbacks, find_start
 from dtransformer.trainers.step_errors import convert_step_errors
 
@@ -59,6 +60,28 @@ class FitOptions:
             )
             self.x, self.y, self.sample_weight = arrays
 
+    def preprocessed(self, network):
+        """Return options with the data that the network's `preprocess_samples` returns."""
+        if not hasattr(network, PREPROCESS):
+            return self
+        x, y, sample_weight, batch_size = preprocess_data(
+            network, self.x, self.y, self.sample_weight, self.batch_size
+        )
+        validation_data = self.validation_data
+        if validation_data is not None:
+            validation_batch_size = self.validation_batch_size or self.batch_size
+            arrays = keras.utils.unpack_x_y_sample_weight(validation_data)
+            rows = preprocess_data(network, *arrays, validation_batch_size)
+            validation_data = keras.utils.pack_x_y_sample_weight(*rows[:3])
+        return dataclasses.replace(
+            self,
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            validation_data=validation_data,
+        )
+
 
 def run_fit(trainer, program, checkpoints, options, fit_index):
     """Train a network; see `Trainer.fit`.
@@ -70,6 +93,7 @@ def run_fit(trainer, program, checkpoints, options, fit_index):
         options: `FitOptions`.
         fit_index: Number of earlier calls. Each call shuffles arrays differently.
     """
+    options = options.preprocessed(trainer.network)
     data = prepare_data(options.x, options.shard, trainer.network)
     check_micro_batches(data, options.batch_size)
     runner = program.build_steps(data.first)

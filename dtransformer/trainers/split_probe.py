@@ -6,11 +6,9 @@ on the two halves of these rows, and the results are compared.
 """
 
 import contextlib
-import functools
 import inspect
 import itertools
 import math
-import sys
 import warnings
 
 import keras
@@ -22,6 +20,7 @@ from dtransformer.errors import one_line
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_elsewhere, placed_layers
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing.added_losses import may_add_losses
 from dtransformer.parallel.tracing.state_scope import StateScope
 
 # How to combine a state's changes over the parts of a batch.
@@ -64,7 +63,7 @@ def probe_split(network: keras.Model, objective, inputs, labels) -> tuple[dict, 
     layers = [
         layer
         for layer in layers
-        if _may_add_losses(layer)
+        if may_add_losses(layer)
         or (updatable_states(layer) and not type(layer).__module__.startswith("dtransformer."))
     ]
     has_custom_loss = any(_is_custom_loss(loss) for loss in objective.losses)
@@ -133,21 +132,6 @@ def warn_split_results(differing: list[str]) -> None:
             "Keras' results.",
             stacklevel=2,
         )
-
-
-def _may_add_losses(layer):
-    has_regularizer = getattr(layer, "activity_regularizer", None) is not None
-    return has_regularizer or any(map(_code_adds_losses, type(layer).__mro__))
-
-
-@functools.cache
-def _code_adds_losses(cls):
-    """Return whether `add_loss` appears in the code of a user's class or of its module."""
-    if cls is object or cls.__module__.startswith(("keras.", "dtransformer.")):
-        return False
-    module = vars(sys.modules.get(cls.__module__, cls))
-    functions = filter(inspect.isfunction, [*vars(cls).values(), *module.values()])
-    return any("add_loss" in inspect.unwrap(f).__code__.co_names for f in functions)
 
 
 def _record_calls(network, inputs, layers, rows):

@@ -27,6 +27,7 @@ from dtransformer.trainers.compile_options import (
     resolve_log_every,
     resolve_losses,
     resolve_metrics,
+    resolve_optimizer,
     scale_loss,
 )
 from dtransformer.trainers.data import prepare_data
@@ -36,6 +37,7 @@ from dtransformer.trainers.network_files import MODEL_SUFFIX, NetworkFiles
 from dtransformer.trainers.program import Program
 from dtransformer.trainers.reports import Reports
 from dtransformer.trainers.row_sharding import RowSharding
+from dtransformer.trainers.sample_preprocessing import preprocess_batch, preprocess_data
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
 from dtransformer.trainers.step_errors import convert_step_errors
 
@@ -107,7 +109,7 @@ class Trainer(keras.Model):
 
     def compile(
         self,
-        optimizer: str | keras.optimizers.Optimizer = "adamw",
+        optimizer: str | keras.optimizers.Optimizer | None = None,
         loss: str | Callable | dict | list | None = None,
         loss_weights: float | dict | list | None = None,
         metrics: list | None = None,
@@ -121,7 +123,8 @@ class Trainer(keras.Model):
         """Configure the training.
 
         Args:
-            optimizer: Keras optimizer or its name.
+            optimizer: Keras optimizer or its name. `None` uses the optimizer of the network's last
+                `compile`, with new states if it has been used. If there is none, it uses `"adamw"`.
             loss: `CrossEntropyLoss`, or a loss as in `keras.Model.compile`: a Keras loss, its name,
                 a function of `(y_true, y_pred)`, or a list or dict of them, one per output. It is
                 reduced over the global batch with its `reduction`. `None` uses the loss and
@@ -153,7 +156,7 @@ class Trainer(keras.Model):
         metrics, weighted_metrics = resolve_metrics(self.network, metrics, weighted_metrics)
         self.objective = resolve_losses(self.network, loss, loss_weights)
         super().compile(
-            optimizer=optimizer,
+            optimizer=resolve_optimizer(self.network, optimizer),
             metrics=compile_checks.add_metric_checks(metrics),
             weighted_metrics=compile_checks.add_metric_checks(weighted_metrics),
             run_eagerly=run_eagerly,
@@ -278,6 +281,9 @@ class Trainer(keras.Model):
     ) -> float | list | dict:
         """Compute the loss and metrics; as `keras.Model.evaluate`. `shard` is as in `fit`."""
         with job.doing("validating"), convert_step_errors():
+            x, y, sample_weight, batch_size = preprocess_data(
+                self.network, x, y, sample_weight, batch_size
+            )
             data = prepare_data(x, shard, self.network)
             runner = self._build_steps("evaluate", data.first)
             logs = evaluate(
@@ -305,6 +311,7 @@ class Trainer(keras.Model):
             NumPy arrays. Logits of a padded vocabulary have their true size.
         """
         with job.doing("validating"), convert_step_errors():
+            x, _, _, batch_size = preprocess_data(self.network, x, batch_size=batch_size)
             data = prepare_data(x, shard, self.network)
             self.predict_function = self._program.predictor(data.first, data.sharding)
             verbose = chief_verbosity(verbose)
@@ -330,6 +337,7 @@ class Trainer(keras.Model):
     ) -> float | list | dict:
         """Train on one batch; as `keras.Model.train_on_batch`. `shard` is as in `fit`."""
         with job.doing("compiling"), convert_step_errors():
+            x, y, sample_weight = preprocess_batch(self.network, x, y, sample_weight)
             runner = self._build_steps("train_on_batch", (x,))
             sample_weight = self.objective.sample_weight(y, class_weight, sample_weight)
             self._checkpoints.track(None)
@@ -347,6 +355,7 @@ class Trainer(keras.Model):
     ) -> float | list | dict:
         """Evaluate one batch; as `keras.Model.test_on_batch`. `shard` is as in `fit`."""
         with job.doing("validating"), convert_step_errors():
+            x, y, sample_weight = preprocess_batch(self.network, x, y, sample_weight)
             runner = self._build_steps("test_on_batch", (x,))
             self.reset_metrics()
             logs = runner.test_batch((x, y, sample_weight), RowSharding.of_data(x, shard))
@@ -355,6 +364,7 @@ class Trainer(keras.Model):
     def predict_on_batch(self, x: Any, shard: bool | None = None) -> Any:
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`. `shard` is as in `fit`."""
         with job.doing("validating"), convert_step_errors():
+            x, _, _ = preprocess_batch(self.network, x)
             sharding = RowSharding.of_data(x, shard)
             self.predict_function = self._program.predictor((x,), sharding)
             return super().predict_on_batch(x)

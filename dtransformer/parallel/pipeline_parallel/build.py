@@ -15,13 +15,17 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives.division import filled
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow, DependencyRecorder
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
+    can_be_copied,
     chunk_of,
-    is_elsewhere,
     is_placed,
     placed_layers,
 )
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
-from dtransformer.parallel.pipeline_parallel.stage_weights import leave_to_others, share_weights
+from dtransformer.parallel.pipeline_parallel.stage_weights import (
+    build_copies,
+    leave_other_stages,
+    mark_copies,
+)
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.schedules.placement import Placement
 
@@ -121,10 +125,11 @@ def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:
         if not all(layer.built for layer in _compat.flat_layers(network)):
             network(symbols())
         place_all(network, specs, placement)
-        for layer in placed_layers(network):
-            if is_elsewhere(layer):
-                leave_to_others(layer)
-    return share_weights(network, specs)
+        dataflow = Dataflow.of_network(network, specs, placement)
+        mark_copies(network, dataflow)
+        leave_other_stages(network)
+    build_copies(network)
+    return dataflow
 
 
 def place_all(network: keras.Model, specs, placement: Placement) -> None:
@@ -156,7 +161,12 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
     placed = [layer for layer in _call_order(recorder) if layer not in parts]
     if placed:
         fixed_places = {layer: chunk_of(layer, placement) for layer in placed}
-        calls = [(layer, [result.layer for result in results]) for layer, results in recorder.calls]
+        # Later calls of a layer may run on other chunks, with copies of its weights.
+        calls = [
+            (call.layer, [result.layer for result in call.sources])
+            for call in recorder.calls
+            if call.is_first or not can_be_copied(call.layer)
+        ]
         places = assign_by_use(
             calls, [result.layer for result in recorder.ends], fixed_places, placement.num_chunks
         )
@@ -166,7 +176,7 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
                 f"{network.name} calls {len(parts)} layers with weights, but the pipeline has "
                 f"{placement.num_chunks} model chunks. Each chunk needs at least one."
             )
-        places = assign_evenly({part: _size(part) for part in parts}, placement.num_chunks)
+        places = assign_evenly(_sizes(parts, recorder), placement.num_chunks)
     for part in parts:
         part.pipeline_stage = places[part]
 
@@ -236,7 +246,22 @@ class _ReadGuard(keras.StatelessScope):
 
 
 def _call_order(recorder):
-    return list(dict.fromkeys(layer for layer, _ in recorder.calls))
+    return list(dict.fromkeys(call.layer for call in recorder.calls))
+
+
+def _sizes(parts, recorder):
+    """Return a dict of the layers in `parts` to their amounts of computation.
+
+    A later call of a layer, such as a head that multiplies with the embedding table, counts for the
+    layer before it, because the same chunk computes both.
+    """
+    sizes = {part: _size(part) for part in parts}
+    for call in recorder.calls:
+        sources = [result.layer for result in call.sources if result.layer in sizes]
+        if sources and not call.is_first:
+            last_source = max(sources, key=parts.index)
+            sizes[last_source] += sum(math.prod(weight.shape) for weight in call.layer.variables)
+    return sizes
 
 
 def _size(layer):

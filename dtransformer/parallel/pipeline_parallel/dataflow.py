@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.pipeline_parallel.stage_assignment import chunk_of
+from dtransformer.parallel.pipeline_parallel.stage_assignment import can_be_copied, chunk_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import (
     CallNames,
     call_masks,
@@ -29,15 +29,39 @@ class Result:
 
     Args:
         layer: The layer.
+        call: String. Name of the call, identical on all ranks.
         number: Integer. Index among the flattened results of the call, or `None` for a mask.
         name: String, identical on all ranks.
         spec: `tf.TensorSpec` of the result.
     """
 
     layer: object
+    call: str
     number: int | None
     name: str
     spec: tf.TensorSpec
+
+    @property
+    def is_weight(self) -> bool:
+        """True if the result is a weight, so that other chunks can store a copy of it."""
+        return self.number in self.layer.results_that_are_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Call of a placed layer.
+
+    Args:
+        name: String, identical on all ranks.
+        layer: The layer.
+        sources: List of the `Result` objects that the call needs.
+        is_first: Boolean. Whether it is the layer's first call.
+    """
+
+    name: str
+    layer: object
+    sources: list
+    is_first: bool
 
 
 class DependencyRecorder:
@@ -48,8 +72,7 @@ class DependencyRecorder:
         inputs: Nested tensors or specs of static shapes for a micro-batch.
 
     Attributes:
-        calls: List of `(layer, results)` tuples in the order of the calls. `results` are the
-            `Result` objects that the call needs.
+        calls: List of `Call` objects in the order of the calls.
         ends: List of the `Result` objects that the function's outputs depend on.
         outputs: Nested specs of the function's outputs.
     """
@@ -70,21 +93,22 @@ class DependencyRecorder:
         tf.function(run, autograph=False).get_concrete_function(tensor_specs(inputs))
 
     def call(self, layer, compute, placeholder, args, kwargs):
-        self.calls.append((layer, self._origins((args, kwargs))))
+        name = self._names.next(layer)
+        is_first = all(call.layer is not layer for call in self.calls)
+        self.calls.append(Call(name, layer, self._origins((args, kwargs)), is_first))
         results = placeholder(layer, args, kwargs)
         flat = [tf.identity(x) for x in tf.nest.flatten(results)]
-        name = self._names.next(layer)
         for index, x in enumerate(flat):
-            self._remember(x, layer, index, f"{name}:{index}")
+            self._remember(x, layer, name, index, f"{name}:{index}")
         for index, spec in call_masks(layer, compute, args, kwargs).items():
             mask = make_zeros(spec, args, kwargs)
-            self._remember(mask, layer, None, mask_name(name, index))
+            self._remember(mask, layer, name, None, mask_name(name, index))
             _compat.with_mask(flat[index], mask)
         return tf.nest.pack_sequence_as(results, flat)
 
-    def _remember(self, x, layer, index, name):
+    def _remember(self, x, layer, call, index, name):
         spec = tf.TensorSpec(x.shape, x.dtype)
-        self._results[x.name] = Result(layer, index, name, spec)
+        self._results[x.name] = Result(layer, call, index, name, spec)
 
     def _origins(self, tensors):
         """Return the results that nested tensors and their masks directly depend on."""
@@ -138,12 +162,20 @@ class Dataflow:
         copies: Dict that maps the path of a layer to the other chunks that need a copy of its
             weights.
         outputs: Nested specs of the network's outputs.
+        moved_calls: Dict that maps the name of a call to the chunk that computes it with copies of
+            the layer's weights.
     """
 
     placement: Placement
     tensors: tuple
     copies: dict = dataclasses.field(default_factory=dict)
     outputs: object = None
+    moved_calls: dict = dataclasses.field(default_factory=dict)
+
+    def chunk_of_call(self, name: str, layer) -> int:
+        """Return the index of the chunk that computes a call of a placed layer."""
+        chunk = self.moved_calls.get(name)
+        return chunk_of(layer, self.placement) if chunk is None else chunk
 
     def sent_after(self, chunk: int) -> list[CrossStageTensor]:
         """Return the `CrossStageTensor` objects that a chunk passes to the next one."""
@@ -197,41 +229,84 @@ class Dataflow:
                 not in a placed layer.
         """
         recorder = DependencyRecorder(lambda inputs: network(inputs, training=True), inputs)
-        _check_places(network, [layer for layer, _ in recorder.calls], placement)
+        _check_places(network, [call.layer for call in recorder.calls], placement)
         return cls._from_recorder(recorder, placement)
 
     @classmethod
     def _from_recorder(cls, recorder, placement):
-        copies = {}
-        last_use = {}
-        uses = [
-            (chunk_of(layer, placement), layer.path, results) for layer, results in recorder.calls
-        ]
-        for chunk, user, results in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
-            for result in results:
-                first = chunk_of(result.layer, placement)
-                path = result.layer.path
-                # Chunks that need this weight have copies of it.
-                if result.number in result.layer.results_that_are_weights:
-                    if chunk != first:
-                        copies[path] = copies.get(path, frozenset()) | {chunk}
-                    continue
-                if chunk < first:
-                    raise ValueError(
-                        f"{user} is on {placement.describe(chunk)} and needs a result of {path} on "
-                        f"{placement.describe(first)}. Layers of a pipeline can only use results of "
-                        "earlier stages."
-                    )
-                last_use[result] = max(last_use.get(result, 0), chunk)
+        uses = _CallPlacement(recorder, placement)
         tensors = []
-        for result, last in last_use.items():
-            first = chunk_of(result.layer, placement)
+        for result, last in uses.last_use.items():
+            first = uses.chunks[result.call]
             spec = result.spec
             if last > first:
                 shape = tuple(spec.shape)
                 dtype = spec.dtype.name
                 tensors.append(CrossStageTensor(result.name, shape, dtype, first, last))
-        return cls(placement, tuple(tensors), copies, recorder.outputs)
+        return cls(placement, tuple(tensors), uses.copies, recorder.outputs, uses.moved)
+
+
+class _CallPlacement:
+    """Assignment of calls to chunks.
+
+    A call belongs to its layer's chunk. A later call of the same layer may need results of a later
+    chunk, as the head that multiplies with the embedding table does. That chunk then computes the
+    call with copies of the layer's weights.
+
+    Attributes:
+        chunks: Dict that maps the name of a call to its chunk.
+        moved: Part of `chunks`, the calls that another chunk than the layer's computes.
+        copies: Dict that maps the path of a layer to the other chunks that need its weights.
+        last_use: Dict that maps each `Result` to the last chunk that needs it.
+    """
+
+    def __init__(self, recorder, placement):
+        self._placement = placement
+        self.chunks = {}
+        self.moved = {}
+        self.copies = {}
+        self.last_use = {}
+        for call in recorder.calls:
+            self._place(call)
+            self._use(call.sources, self.chunks[call.name])
+        self._use(recorder.ends, placement.last_chunk)
+        self._copy_inner_layers({call.layer: None for call in recorder.calls})
+
+    def _place(self, call):
+        chunk = chunk_of(call.layer, self._placement)
+        self.chunks[call.name] = chunk
+        for result in call.sources:
+            source_chunk = self.chunks[result.call]
+            if result.is_weight or source_chunk <= self.chunks[call.name]:
+                continue
+            if call.is_first or not can_be_copied(call.layer):
+                raise ValueError(
+                    f"{call.layer.path} is on {self._placement.describe(chunk)} and needs a result "
+                    f"of {result.layer.path} on {self._placement.describe(source_chunk)}. Layers of "
+                    "a pipeline can only use results of earlier stages, except repeated calls of a "
+                    "layer without state and added losses."
+                )
+            self.chunks[call.name] = self.moved[call.name] = source_chunk
+        if call.name in self.moved:
+            self._copy(call.layer, self.moved[call.name])
+
+    def _use(self, results, chunk):
+        for result in results:
+            if not result.is_weight:
+                self.last_use[result] = max(self.last_use.get(result, 0), chunk)
+            elif chunk != chunk_of(result.layer, self._placement):
+                self._copy(result.layer, chunk)
+
+    def _copy(self, layer, chunk):
+        self.copies[layer.path] = self.copies.get(layer.path, frozenset()) | {chunk}
+
+    def _copy_inner_layers(self, placed):
+        """Copy placed layers that are also inside of a placed layer of another chunk."""
+        for layer in placed:
+            for inner in _compat.flat_layers(layer, include_self=False):
+                chunk = chunk_of(layer, self._placement)
+                if inner in placed and chunk != chunk_of(inner, self._placement):
+                    self._copy(inner, chunk)
 
 
 def _check_places(network, placed, placement):

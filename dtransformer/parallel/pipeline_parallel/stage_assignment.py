@@ -12,6 +12,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.schedules.placement import Placement
+from dtransformer.parallel.tracing.added_losses import may_add_losses
 
 
 def chunk_of(layer, placement: Placement) -> int:
@@ -36,6 +37,20 @@ def stages_of(layer, placement: Placement) -> list[int]:
     """Return the stages that have a placed layer's weights, starting with the layer's stage."""
     chunks = [chunk_of(layer, placement), *sorted(layer.copied_to)]
     return list(dict.fromkeys(placement.stage_of(chunk) for chunk in chunks))
+
+
+def can_be_copied(layer) -> bool:
+    """Return whether several chunks can compute calls of a layer.
+
+    The layer must not have state, metrics or added losses, whose changes would belong to one chunk.
+    """
+    for inner in _compat.flat_layers(layer):
+        weights = {id(weight) for weight in _compat.own_trainable_variables(inner)}
+        has_state = any(id(variable) not in weights for variable in _compat.own_variables(inner))
+        reports_sums = inner.metrics or getattr(inner, "adds_means", False)
+        if has_state or reports_sums or may_add_losses(inner):
+            return False
+    return True
 
 
 def is_placed(layer) -> bool:
@@ -92,6 +107,7 @@ def weights_of(
         if chunk == chunk_of(layer, dataflow.placement) or chunk in dataflow.copies_of(layer)
         for weight in layer.variables
     ]
+    weights = list({id(weight): weight for weight in weights}.values())
     trained = [weight for weight in weights if id(weight) in is_trained]
     return trained, [weight for weight in weights if id(weight) not in is_trained]
 

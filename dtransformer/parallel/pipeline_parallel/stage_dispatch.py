@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.pipeline_parallel.stage_assignment import check_here, chunk_of
+from dtransformer.parallel.pipeline_parallel.stage_assignment import check_here
 from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -185,7 +185,7 @@ class ChunkView:
 
     def call(self, layer, compute, placeholder, args, kwargs):
         name = self._names.next(layer)
-        if chunk_of(layer, self._dataflow.placement) == self.chunk:
+        if self._dataflow.chunk_of_call(name, layer) == self.chunk:
             with view(None):  # Inner layers of a placed layer belong to its chunk.
                 results = compute(*args, **kwargs)
             self._keep_sent(layer, name, results, args, kwargs)

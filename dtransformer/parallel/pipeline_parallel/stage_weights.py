@@ -21,6 +21,7 @@ from dtransformer.parallel.pipeline_parallel.stage_assignment import (
     stages_of,
 )
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.sharded_variable import own_shards
 
 
 def built_on_its_stage(build: Callable) -> Callable:
@@ -41,9 +42,29 @@ def built_on_its_stage(build: Callable) -> Callable:
     return build_here
 
 
-def leave_to_others(layer: keras.layers.Layer) -> None:
-    """Keep only the shapes of a layer's weights, because another stage stores them."""
+def leave_other_stages(network: keras.Model) -> None:
+    """Keep only the shapes of weights that only other stages store.
+
+    A layer inside of two placed layers is kept if one of them is on this stage.
+    """
+    layers = placed_layers(network)
+    local = [inner for layer in layers if is_here(layer) for inner in _compat.flat_layers(layer)]
+    for layer in layers:
+        if is_elsewhere(layer):
+            leave_to_others(layer, skipped=local)
+
+
+def leave_to_others(layer: keras.layers.Layer, skipped: Sequence[keras.layers.Layer] = ()) -> None:
+    """Keep only the shapes of a layer's weights, because another stage stores them.
+
+    Args:
+        layer: The layer.
+        skipped: Sequence of inner layers that keep their weights. Defaults to `()`.
+    """
+    skipped_ids = {id(inner) for inner in skipped}
     for inner in _compat.flat_layers(layer):
+        if id(inner) in skipped_ids:
+            continue
         local = _compat.own_variables(inner)
         object.__setattr__(inner, "left_variables", [*left_weights(inner), *local])
         for variable in local:
@@ -116,12 +137,22 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
     if job.placement().num_chunks == 1:
         return None
     dataflow = Dataflow.of_network(network, inputs, job.placement())
+    mark_copies(network, dataflow)
+    build_copies(network)
+    return dataflow
+
+
+def mark_copies(network: keras.Model, dataflow: Dataflow) -> None:
+    """Set the attribute `copied_to` of a network's placed layers."""
     for layer in placed_layers(network):
         layer.copied_to = dataflow.copies_of(layer)
+
+
+def build_copies(network: keras.Model) -> None:
+    """Build this rank's copies of layers that were built on another stage only."""
     for _, layer in shared_layers(network):
         if is_here(layer) and not layer.weights:
             _build_copy(layer)
-    return dataflow
 
 
 @contextlib.contextmanager
@@ -217,6 +248,17 @@ def _copy_into(values, store):
         store[name] = value
 
 
+def _broadcast_values(layer, root, group):
+    """Copy the values of a layer from its stage to the other stages that store them.
+
+    The random values of a layer of another library may differ between ranks.
+    """
+    for variable in layer.variables:
+        for i, shard in enumerate(own_shards([variable])):
+            name = f"copied_value_{variable.path}_{i}"
+            shard.assign(transport.broadcast(shard.value, root, group, name))
+
+
 # Gradients of weights on several stages are summed.
 
 
@@ -239,6 +281,7 @@ class SharedGradients:
                 if group.index is not None:
                     weights = [w for w in layer.variables if id(w) in indices]
                     self._shared += [(indices[id(w)], w.path, group) for w in weights]
+                    _broadcast_values(layer, group.ranks.index(ranks[stages[0]]), group)
 
     def add_up(self, gradients: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         """Sum the gradients of shared weights over the stages and return all gradients.

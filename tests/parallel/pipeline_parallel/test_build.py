@@ -8,7 +8,11 @@ from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.models import TranslationTransformer
 from dtransformer.parallel.pipeline_parallel.build import assign_by_use, assign_evenly, place_all
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
-from dtransformer.parallel.pipeline_parallel.stage_assignment import has_state, losses_of
+from dtransformer.parallel.pipeline_parallel.stage_assignment import (
+    has_state,
+    losses_of,
+    weights_of,
+)
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 from dtransformer.parallel.schedules.placement import Placement
 
@@ -185,6 +189,93 @@ class Tied(keras.Model):
         return tf.matmul(x, self.embedding.embeddings, transpose_b=True)
 
 
+class ReadsTable(keras.layers.Layer):
+    """Head that contains the embedding, like `MaskedLMHead` of KerasHub."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+        self.dense = keras.layers.Dense(8)
+
+    def call(self, x):
+        return self.embedding(self.dense(x), reverse=True)
+
+
+class TiedHead(keras.Model):
+    """Language model whose head multiplies with the embedding table.
+
+    Args:
+        head: Function of the embedding that returns a layer or `None`. `None` calls the embedding
+            again.
+    """
+
+    def __init__(self, head=lambda embedding: None):
+        super().__init__()
+        self.embedding = keras.layers.ReversibleEmbedding(6, 8)
+        self.dense = keras.layers.Dense(8)
+        self.head = head(self.embedding)
+
+    def call(self, ids):
+        x = self.dense(self.embedding(ids))
+        return self.embedding(x, reverse=True) if self.head is None else self.head(x)
+
+
+@pytest.mark.parametrize("head", [lambda embedding: None, ReadsTable], ids=["call", "layer"])
+def test_first_and_last_chunk_have_a_tied_table(head):
+    network = TiedHead(head)
+    expected = network(IDS)
+    dataflow = placed(network, IDS)
+    assert network.embedding.pipeline_stage == 0
+    assert dataflow.copies_of(network.embedding) == {1}
+    for chunk in (0, 1):
+        trained, _ = weights_of(network, chunk, dataflow)
+        assert sum(weight is network.embedding.embeddings for weight in trained) == 1
+    assert_chunks_give(network, IDS, dataflow, expected)
+
+
+class CallsAgain(keras.Model):
+    """Model that calls its first layer again after the others."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.dense = first, keras.layers.Dense(8)
+
+    def call(self, x):
+        return self.first(self.dense(self.first(x)))
+
+
+def test_a_repeated_layer_is_copied_to_the_chunk_of_its_second_call():
+    network = CallsAgain(keras.layers.Dense(8))
+    expected = network(X)
+    dataflow = placed(network, X)
+    assert dataflow.copies_of(network.first) == {1}
+    assert_chunks_give(network, X, dataflow, expected)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: keras.layers.BatchNormalization(),
+        lambda: keras.layers.Dense(8, activity_regularizer="l2"),
+    ],
+    ids=["state", "added loss"],
+)
+def test_a_repeated_layer_with_state_or_added_losses_is_refused(layer):
+    with pytest.raises(ValueError, match="except repeated calls of a layer without state"):
+        placed(CallsAgain(layer()), X)
+
+
+def test_the_head_counts_when_layers_are_divided():
+    layers = [keras.layers.Dense(8) for _ in range(4)]
+    embedding = keras.layers.ReversibleEmbedding(1000, 8)
+    ids = keras.Input((3,), dtype="int32")
+    x = embedding(ids)
+    for layer in layers:
+        x = layer(x)
+    placed(keras.Model(ids, embedding(x, reverse=True)), IDS)
+    assert stages(embedding, *layers) == [0, 0, 0, 0, 1]
+
+
 class OwnLoss(Tied):
     def call(self, ids):
         x = self.dense(self.embedding(ids))
@@ -202,9 +293,14 @@ class OwnWeight(Tied):
 
 
 class Backwards(Tied):
+    """Model whose layers are assigned to stages in decreasing order."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding.pipeline_stage, self.dense.pipeline_stage = 1, 0
+
     def call(self, ids):
-        x = self.dense(self.embedding(ids))
-        return x + self.embedding(ids + tf.cast(tf.reduce_max(x), "int32"))
+        return self.dense(self.embedding(ids))
 
 
 @pytest.mark.parametrize(

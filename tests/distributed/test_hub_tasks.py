@@ -1,0 +1,73 @@
+"""Promise: KerasHub's tasks with tied tables train in pipelines with the losses of Keras' `fit`."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.trainers import Trainer
+from harness.runs import Run
+from harness.tolerances import PARITY_LOGITS, PARITY_LOSS
+from tests.distributed.tasks import hub_tasks
+from tests.shared_runs import each
+
+pytest.importorskip("keras_hub", reason="the package keras-hub is not installed")
+TASKS = "tests.distributed.tasks.hub_tasks:"
+SCHEDULES = "pp2m2-1f1b@2x1", "pp2m4-1f1b@2x1", "pp2m4-gpipe@2x1", "pp2m4-interleaved2@2x1"
+RUNS = [
+    *[f"{TASKS}{kind}/{layout}" for kind in ("llama", "gemma", "gpt2") for layout in SCHEDULES],
+    f"{TASKS}bert/pp2m2-1f1b@2x1",
+    f"{TASKS}gemma/dp2pp2m2-1f1b@4x1",
+]
+QUICK = f"{TASKS}gemma/pp2m2-1f1b@2x1", f"{TASKS}gpt2/pp2m4-interleaved2@2x1"
+LONG = [run for run in RUNS if run not in QUICK]
+
+
+def one_process(run):
+    return f"{run.split('/')[0]}/alone@1x1"
+
+
+def kind_of(run):
+    return Run.of(run).task.removeprefix(TASKS)
+
+
+@each(RUNS, LONG, lambda run: [one_process(run)])
+def test_losses_and_accuracies_are_those_of_keras(run, ranks_of):
+    (expected,) = ranks_of(one_process(run))
+    assert len(set(expected["losses"])) == hub_tasks.STEPS
+    for rank in ranks_of(run):
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["accuracies"], expected["accuracies"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["outputs"], expected["outputs"], rtol=0, atol=PARITY_LOGITS)
+        assert rank["weights"] == expected["weights"]
+
+
+@each(RUNS, LONG, lambda run: [one_process(run)])
+def test_first_and_last_stage_have_the_table(run, ranks_of):
+    first, last = ranks_of(run)[0]["stages"]
+    assert sum("token_embedding" in name for name in first) == 1
+    assert sum("token_embedding" in name or "masked_lm_head" in name for name in last) >= 1
+
+
+@each(RUNS, LONG, lambda run: [one_process(run)])
+def test_a_checkpoint_of_one_process_is_restored_in_the_pipeline(run, ranks_of):
+    (expected,) = ranks_of(one_process(run))
+    for rank in ranks_of(run):
+        np.testing.assert_allclose(rank["restored"], expected["outputs"], atol=PARITY_LOSS)
+
+
+@each(RUNS, LONG, lambda run: [one_process(run)])
+def test_a_checkpoint_of_the_pipeline_has_one_table_and_is_restored_in_one_process(run, ranks_of):
+    ranks = ranks_of(run)
+    kind, layout = kind_of(run), Run.of(run).layout
+    path = hub_tasks.checkpoint_of(ranks_of.folder, kind, layout.name)
+    tables = [
+        name
+        for name, _ in tf.train.list_variables(str(path))
+        if "token_embedding/embeddings" in name and "optimizer" not in name
+    ]
+    assert len(tables) == 1, tables
+    trainer = Trainer(hub_tasks.make(kind))
+    hub_tasks.compile_task(trainer)
+    assert trainer.restore(path).missing == []
+    outputs = trainer.predict(hub_tasks.inputs_of(kind), verbose=0)
+    np.testing.assert_allclose(outputs, ranks[0]["outputs"], atol=PARITY_LOSS)
