@@ -218,9 +218,9 @@ def measured(workload, args):
 def make_report(workload, seconds, started):
     """Return the report of a workload as a dict."""
     sys.path.insert(0, str(PEERS))
-    from workloads import workload_of
+    from workloads import get_workload
 
-    work = workload_of(workload)
+    work = get_workload(workload)
     ours, limit = seconds.get(OURS), seconds.get(LIMIT)
     peers = {name: values for name, values in seconds.items() if name not in (OURS, LIMIT)}
     report = {

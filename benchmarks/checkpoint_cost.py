@@ -18,7 +18,7 @@ import time
 import paths  # noqa: F401
 
 from harness.measure import translation_trainer
-from harness.printed import report_of
+from harness.printed import run_programs
 
 
 def parse_arguments():
@@ -98,7 +98,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         arguments = [__file__, *sys.argv[1:], "--folder", args.folder or folder, "--worker"]
         programs = {"saving": (args.ranks, arguments)}
-        report = report_of(options, "results", programs, '"cost"', 1200)
+        report = run_programs(options, "results", programs, '"cost"', 1200)
     print(json.dumps(report, indent=2))
 
 

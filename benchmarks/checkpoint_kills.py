@@ -23,7 +23,7 @@ import time
 import paths  # noqa: F401
 
 from dtransformer.parallel.runtime import job
-from harness.launch import command_of
+from harness.launch import make_command
 
 
 def parse_arguments():
@@ -97,7 +97,7 @@ class Life:
     def __init__(self, args, folder, worker):
         arguments = [__file__, *sys.argv[1:], "--folder", folder, "--worker", worker]
         self.process = subprocess.Popen(
-            command_of(args.ranks, arguments),
+            make_command(args.ranks, arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -22,9 +22,9 @@ import time
 
 import paths  # noqa: F401
 
-from dtransformer.parallel.weights.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from harness.measure import passing_bytes, peak_bytes, translation_trainer
-from harness.printed import report_of
+from harness.printed import run_programs
 
 # Name -> (number of ranks, fields of the parallel config).
 CASES = {
@@ -73,7 +73,7 @@ def work(args):
     made = peak_bytes() - empty
     tensor_bytes = passing_bytes(lambda: trainer.restore(path))
     restored = peak_bytes()
-    shards = own_shards(trainer.network.variables) + trainer.optimizer.variables
+    shards = get_local_shards(trainer.network.variables) + trainer.optimizer.variables
     tensors = Checkpoint(path).manifest["tensors"]
     if dtransformer.is_chief():
         report = {
@@ -99,7 +99,7 @@ def main():
         programs = {"save": (1, [*arguments, "save"])}
         for case in args.cases.split(","):
             programs[case] = CASES[case][0], [*arguments, case]
-        report = report_of(options, "cases", programs, '"peak_bytes"', 1200)
+        report = run_programs(options, "cases", programs, '"peak_bytes"', 1200)
     print(json.dumps(report, indent=2))
 
 

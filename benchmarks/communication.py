@@ -16,7 +16,7 @@ import sys
 import paths  # noqa: F401
 
 from harness.measure import translation_trainer
-from harness.printed import report_of
+from harness.printed import run_programs
 
 
 def parse_arguments():
@@ -79,7 +79,7 @@ def main():
         level: (args.ranks, [__file__, *sys.argv[1:], "--worker", level])
         for level in args.levels.split(",")
     }
-    report = report_of(options, "levels", programs, "elements_sent", timeout=600)
+    report = run_programs(options, "levels", programs, "elements_sent", timeout=600)
     print(json.dumps(report, indent=2))
 
 

@@ -134,7 +134,7 @@ def run_fault(run, name, last, disk, args):
     """Inject a fault and return its record and the last step after it."""
     mark, fault = len(run.seen), FAULTS[name](run, disk)
     seen_at, _ = run.wait_for(fault.seen, args.timeout)
-    fault.mend()
+    fault.repair()
     steps_before = [last, *run.steps_since(mark)]
     next_at, first, last = run.steps_until(STEPS_BETWEEN, args.timeout)
     return {

@@ -16,7 +16,7 @@ import json
 import numpy as np
 import paths  # noqa: F401
 
-from dtransformer.planner.clusters import device_named
+from dtransformer.planner.clusters import get_device
 from harness.published_tables import published
 from harness.published_tables.systems import DEEPSPEED, MEGATRON, OVERLAPPING, predicted_seconds
 
@@ -37,11 +37,11 @@ def fitting_data(models):
     """Return a list of (steps, system, weight) for table 1 and the layouts of some models."""
     rows = [row.step for row in published.table_1()]
     data = [([s], OVERLAPPING if s.overlaps else MEGATRON, TABLE_1_WEIGHT) for s in rows]
-    return data + [(published.layouts_of(model), DEEPSPEED, 1) for model in models]
+    return data + [(published.make_layouts(model), DEEPSPEED, 1) for model in models]
 
 
 def log_errors(constants, data):
-    device = device_named("a100-80")
+    device = get_device("a100-80")
     new_constants = dataclasses.replace(device.constants, **constants)
     device = dataclasses.replace(device, constants=new_constants)
     errors = []
@@ -88,7 +88,7 @@ def fit(models, iterations=40):
 def held_out_error(constants, models):
     """Return the mean relative error on the layouts of all other models."""
     held_out_models = [m for m in published.LAYOUT_MODELS if m not in models]
-    data = [(published.layouts_of(model), DEEPSPEED, 1) for model in held_out_models]
+    data = [(published.make_layouts(model), DEEPSPEED, 1) for model in held_out_models]
     return float(np.mean(np.abs(np.expm1(log_errors(constants, data)))))
 
 

@@ -110,13 +110,13 @@ def attempt(case, rng, folder):
     """Call a case and return its result. A one-line InputError is not a failure."""
     from fuzz_damage import Failure
 
-    from dtransformer.errors import InputError, one_line
+    from dtransformer.errors import InputError, to_one_line
 
     try:
         case(rng, folder)
         return READ, ""
     except InputError as error:
-        is_line = str(error) == one_line(error, None) and len(one_line(error)) <= 300
+        is_line = str(error) == to_one_line(error, None) and len(to_one_line(error)) <= 300
         is_line = is_line and not PYTHON_MESSAGES.search(str(error))
         return (REFUSED, "") if is_line else (FAILED, f"message: {str(error)[:200]!r}")
     except Failure as error:

@@ -30,7 +30,7 @@ from dtransformer.models import (
     save_lora,
     save_pretrained,
 )
-from dtransformer.models.lora import adapters_of
+from dtransformer.models.lora import get_adapters
 from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pretrained.save import hf_config
 from harness.byte_tokenizer import write_byte_tokenizer
@@ -222,7 +222,7 @@ def use_tokenizer(path, rng):
 def load_adapters(model, folder):
     network = from_pretrained(model)
     load_lora(network, folder)
-    return adapters_of(network), [x.numpy() for x in network.trainable_variables]
+    return get_adapters(network), [x.numpy() for x in network.trainable_variables]
 
 
 def adapters(model, good, rng, folder):
@@ -234,10 +234,10 @@ def adapters(model, good, rng, folder):
     weights = [x.numpy() for x in network.trainable_variables]
     if name.endswith(".json"):
         compare(weights, expected, name, None)
-        check_scales(json.loads((path / name).read_text()), adapters_of(network))
+        check_scales(json.loads((path / name).read_text()), get_adapters(network))
         return
-    if adapters_of(network) != kernels:
-        raise Failure(f"wrong data: {adapters_of(network)}")
+    if get_adapters(network) != kernels:
+        raise Failure(f"wrong data: {get_adapters(network)}")
     if changed is not None:
         compare(weights, expected, name, changed)
 

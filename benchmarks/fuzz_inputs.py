@@ -18,8 +18,8 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.runs import config
-from dtransformer.runs.options import USUAL_VOCABULARY
-from dtransformer.runs.tasks import task_of
+from dtransformer.runs.options import DEFAULT_VOCAB_SIZE
+from dtransformer.runs.tasks import make_task
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 
@@ -90,7 +90,7 @@ def yaml_file(rng, folder):
         text = rows.encode()
     (folder / "config.yaml").write_bytes(text)
     read = config.load_config(folder / "config.yaml")
-    task_of(read).unbuilt(read.tokenizer.vocab_size or USUAL_VOCABULARY)
+    make_task(read).unbuilt(read.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE)
     config.save_config(read, folder / "saved.yaml")
     if config.load_config(folder / "saved.yaml") != read:
         raise Failure(f"wrong data: {text[:200]!r}")
@@ -103,7 +103,7 @@ def setting(rng, folder):
     settings = [f"{rng.choice(keys)}={rng.choice(values)}" for _ in range(rng.choice([1, 1, 3]))]
     settings += rng.sample(ODD_TEXTS, rng.choice([0, 0, 0, 1]))
     read = config.load_config(None, settings)
-    task_of(read).unbuilt(read.tokenizer.vocab_size or USUAL_VOCABULARY)
+    make_task(read).unbuilt(read.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE)
 
 
 def options(rng, folder):

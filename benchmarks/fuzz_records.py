@@ -16,9 +16,9 @@ from fuzz_inputs import SENTENCES
 
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.load import architecture_of
+from dtransformer.models.pretrained.load import read_architecture
 from dtransformer.runs.config import load_config, save_config
-from dtransformer.runs.tasks import task_of
+from dtransformer.runs.tasks import make_task
 from dtransformer.runs.unread import check_read
 from harness.byte_tokenizer import write_byte_tokenizer
 
@@ -97,7 +97,7 @@ def prepare(folder):
     return cases
 
 
-def config_of(task, folder, path=None):
+def make_config(task, folder, path=None):
     """Return the sections of a small config for a task."""
     path = str(
         path
@@ -119,7 +119,7 @@ def config_of(task, folder, path=None):
 
 def run_file(good, rng, folder):
     task = rng.choice([*RECORDS, "causal_lm", "masked_lm", "reward"])
-    sections = config_of("preference" if task == "reward" else task, good) | {"task": task}
+    sections = make_config("preference" if task == "reward" else task, good) | {"task": task}
     if rng.random() < 0.3:  # Add keys of any section.
         known = load_config(None, [f"task={task}"]).keys()
         for key in rng.sample(known, rng.choice([1, 1, 3])):
@@ -138,7 +138,7 @@ def run_file(good, rng, folder):
     save_config(config, folder / "saved.yaml")
     if load_config(folder / "saved.yaml") != config:
         raise Failure(f"wrong data: {text[:200]!r}")
-    task_object = task_of(config, folder=folder)
+    task_object = make_task(config, folder=folder)
     task_object.read()
     network = task_object.make_network()
     if len(task_object.batches("train") or ()) < 1 or not network.count_params():
@@ -149,10 +149,10 @@ def known_rows(folder, task):
     """Return the rows of the undamaged records, by the records' JSON."""
     task_object = read_again(folder, task, folder / f"{task}.jsonl", folder)
     texts = map(json.dumps, RECORDS[task])
-    return {text: row_of(task_object, i) for i, text in enumerate(texts)}
+    return {text: get_row(task_object, i) for i, text in enumerate(texts)}
 
 
-def row_of(task, index):
+def get_row(task, index):
     rows = task.records["train"]
     # Ids of token labels depend on all records.
     parts = slice(1 if task.config.task == "token_classification" else None)
@@ -183,7 +183,7 @@ def records(good, known, names, rng, folder):
     read = read_again(good, task, path, folder)
     if is_damaged:
         return
-    rows = [row_of(read, i) for i in range(len(read.records["train"]))]
+    rows = [get_row(read, i) for i in range(len(read.records["train"]))]
     expected = [known[task][line] for line in lines if line in known[task]]
     if task == "seq2seq":  # The tokenizer is trained on the records.
         expected = []
@@ -195,9 +195,9 @@ def records(good, known, names, rng, folder):
 
 
 def read_again(good, task, path, folder):
-    sections = config_of(task, good, path)
+    sections = make_config(task, good, path)
     (folder / "run.yaml").write_text(yaml.safe_dump(sections))
-    task_object = task_of(load_config(folder / "run.yaml"), folder=folder)
+    task_object = make_task(load_config(folder / "run.yaml"), folder=folder)
     task_object.read()
     return task_object
 
@@ -299,7 +299,7 @@ def published_config(configs, rng, folder):
     text = json.dumps(fields).encode()
     text = damaged(rng, text) if rng.random() < 0.2 else text
     (folder / "config.json").write_bytes(text)
-    architecture = architecture_of(folder)
+    architecture = read_architecture(folder)
     if type(fields.get("vocab_size")) is int and b"vocab_size" in text:
         if architecture.arguments["vocab_size"] != json.loads(text)["vocab_size"]:
             raise Failure("wrong data: another vocab_size")

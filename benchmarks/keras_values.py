@@ -12,7 +12,7 @@ import tempfile
 
 import paths  # noqa: F401
 
-from harness.layouts import ALONE, layout_of
+from harness.layouts import ALONE, parse_layout
 from harness.runs import Run, launch_runs
 from harness.stateful import KINDS
 from harness.tolerances import PARITY_LOSS
@@ -38,7 +38,7 @@ def format_cell(results, expected):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
-    layouts = [ALONE, *map(layout_of, parser.parse_args().layouts)]
+    layouts = [ALONE, *map(parse_layout, parser.parse_args().layouts)]
     runs = {
         layout: [Run(f"harness.stateful:{i}", layout) for i in range(len(KINDS))]
         for layout in layouts

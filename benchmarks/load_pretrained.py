@@ -59,7 +59,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def config_of(arguments):
+def make_config(arguments):
     return {
         "model_type": "llama",
         "vocab_size": arguments.vocab_size,
@@ -108,7 +108,7 @@ def make_folder(folder, arguments):
         save_file(tensors, folder / name, metadata={"format": "pt"})
     index = {"metadata": {"total_size": folder_bytes}, "weight_map": file_by_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(config_of(arguments)))
+    (folder / "config.json").write_text(json.dumps(make_config(arguments)))
 
 
 def read(folder):
@@ -163,7 +163,7 @@ def load(arguments):
     import dtransformer
     from dtransformer.models import add_lora, from_pretrained
     from dtransformer.parallel.collectives.objects import all_gather_json
-    from dtransformer.parallel.weights.sharded_variable import own_shards
+    from dtransformer.parallel.weights.sharded_variable import get_local_shards
 
     dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=2))
     keras.Variable(np.ones([256, 256], "float32")).assign(np.ones([256, 256]))  # Start TensorFlow.
@@ -175,7 +175,7 @@ def load(arguments):
         "load_seconds": seconds,
         "load_cpu_seconds": cpu_seconds,
         "share_bytes": sum(
-            x.value.dtype.size * int(np.prod(x.shape)) for x in own_shards(network.variables)
+            x.value.dtype.size * int(np.prod(x.shape)) for x in get_local_shards(network.variables)
         ),
         "peak_bytes": peak.bytes,
     }

@@ -24,9 +24,9 @@ import paths  # noqa: F401
 
 from dtransformer.parallel.schedules import schedules
 from dtransformer.parallel.schedules.instruction import COMPUTATIONS
-from dtransformer.parallel.schedules.simulator import ideal_of, simulate
+from dtransformer.parallel.schedules.simulator import ideal_timeline, simulate
 from harness.measure import passing_bytes
-from harness.printed import report_of
+from harness.printed import run_programs
 
 
 def parse_arguments():
@@ -85,12 +85,12 @@ def work(args):
         seconds.append(time.perf_counter() - start)
         timeline = trainer.timeline()
         bubbles.append(timeline.bubble)
-        ideals.append(ideal_of(timeline, all_instructions).bubble)
+        ideals.append(ideal_timeline(timeline, all_instructions).bubble)
     if args.save_timeline:
         trainer.timeline(args.save_timeline.format(case=args.worker.replace(":", "-")))
 
     def median_ms(stage, kind):
-        events = [e for e in timeline.of_stage(stage) if e.instruction.kind == kind]
+        events = [e for e in timeline.get_stage_events(stage) if e.instruction.kind == kind]
         return 1e3 * statistics.median([e.end - e.start for e in events] or [0.0])
 
     result = {
@@ -119,7 +119,7 @@ def main():
         case: (args.stages, [__file__, *sys.argv[1:], "--worker", case])
         for case in args.cases.split(",")
     }
-    report = report_of(options, "cases", programs, "instant_sends", timeout=900)
+    report = run_programs(options, "cases", programs, "instant_sends", timeout=900)
     print(json.dumps(report, indent=2))
 
 

@@ -164,7 +164,7 @@ def table(owner, fields, section="", tasks=()):
     properties = DEFINITIONS[owner.__name__]["properties"]
     yield "\n| key | type | default | description |\n|---|---|---|---|"
     for field in fields:
-        key = config.key_of(field.name)
+        key = config.yaml_key(field.name)
         readers = [task for task in tasks if is_read(task, f"{section}.{key}")]
         if tasks and not readers:
             continue

@@ -13,9 +13,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from dtransformer.errors import InputError
 from dtransformer.planner import Cluster, Job, plan
-from dtransformer.planner.clusters import device_named
-from dtransformer.planner.layouts import recompute_of
-from dtransformer.planner.models import named
+from dtransformer.planner.clusters import get_device
+from dtransformer.planner.layouts import get_recompute_level
+from dtransformer.planner.models import get_model
 
 PAGE = pathlib.Path(__file__).with_name("hardware.md")
 BEGIN, END = "<!-- Written by docs/hardware_table.py. -->\n", "<!-- End of the written part. -->\n"
@@ -46,10 +46,10 @@ def cell(preset, devices, precision, adapter_rank):
         precision: Precision of the job.
         adapter_rank: Rank of low-rank adapters; `None` trains all weights.
     """
-    model = named(preset, sequence_length=SEQUENCE_LENGTH)
+    model = get_model(preset, sequence_length=SEQUENCE_LENGTH)
     if adapter_rank is not None:
         model = dataclasses.replace(model, adapter_rank=adapter_rank)
-    cluster = Cluster(device_named("h100"), devices)
+    cluster = Cluster(get_device("h100"), devices)
     job = Job(ROWS_PER_DEVICE * devices, precision)
     try:
         best = plan(model, cluster, job).best
@@ -77,7 +77,7 @@ def short_layout(config):
         words.append(f"zero{int(config.optimizer_shard)}")
     if config.micro_batch_num > 1:
         words.append(f"m{config.micro_batch_num}")
-    if recompute_of(config.recompute) != "none":
+    if get_recompute_level(config.recompute) != "none":
         words.append("rc")
     return " ".join(words) or "one GPU"
 

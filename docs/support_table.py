@@ -21,7 +21,7 @@ from dtransformer.errors import InputError
 from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, save_pretrained
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.dry_run import dry_run
-from dtransformer.runs.tasks import class_of
+from dtransformer.runs.tasks import get_task_class
 from dtransformer.runs.tasks.documents import DocumentTask
 from dtransformer.runs.unread import is_read
 from harness.byte_tokenizer import write_byte_tokenizer
@@ -162,7 +162,7 @@ def cell(task, technique, reasons):
         technique: One of `TECHNIQUES`.
         reasons: List of the reasons so far. A new reason is appended.
     """
-    if technique == "Packed rows" and issubclass(class_of(RunConfig(task)), DocumentTask):
+    if technique == "Packed rows" and issubclass(get_task_class(RunConfig(task)), DocumentTask):
         return "[always](#packed-rows)"
     reason = refusal(task, technique)
     if reason is None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         is_chief,
         local_rank,
         rank,
-        rows_multiple_of,
+        row_multiple,
         set_seed,
         size,
     )
@@ -68,7 +68,7 @@ __all__ = [
     "local_rank",
     "parallel_config",
     "rank",
-    "rows_multiple_of",
+    "row_multiple",
     "set_parallel_config",
     "set_seed",
     "shutdown",

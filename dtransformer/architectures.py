@@ -7,7 +7,7 @@ networks of these sizes, and `dtransformer.planner` estimates their training cos
 import dataclasses
 import pathlib
 
-from dtransformer.errors import InputError, nearest, shown
+from dtransformer.errors import InputError, short_repr, suggest
 from dtransformer.tables import read_table
 
 
@@ -45,7 +45,7 @@ def _read_architectures():
 ARCHITECTURES = _read_architectures()
 
 
-def architecture_named(name: str) -> tuple[str, Architecture]:
+def get_architecture(name: str) -> tuple[str, Architecture]:
     """Return a published model's key in `ARCHITECTURES` and its `Architecture`.
 
     Args:
@@ -56,6 +56,6 @@ def architecture_named(name: str) -> tuple[str, Architecture]:
     """
     key = str(name).lower().replace("-", "_")
     if key not in ARCHITECTURES:
-        hint = nearest(key, ARCHITECTURES, cutoff=0.4)
-        raise InputError(f"Unknown model {shown(name)}: {hint}")
+        hint = suggest(key, ARCHITECTURES, cutoff=0.4)
+        raise InputError(f"Unknown model {short_repr(name)}: {hint}")
     return key, ARCHITECTURES[key]

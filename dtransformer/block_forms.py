@@ -35,7 +35,7 @@ def check_pattern(pattern: Pattern | None) -> list[dict]:
     return blocks
 
 
-def arguments_of_block(arguments: Mapping, number: int) -> dict:
+def get_block_arguments(arguments: Mapping, number: int) -> dict:
     """Return a network's arguments with the pattern's values for one of its blocks.
 
     Args:
@@ -44,7 +44,7 @@ def arguments_of_block(arguments: Mapping, number: int) -> dict:
 
     Example:
 
-    >>> arguments_of_block({"window": None, "block_pattern": [{"window": 4}, {}]}, 2)["window"]
+    >>> get_block_arguments({"window": None, "block_pattern": [{"window": 4}, {}]}, 2)["window"]
     4
     """
     pattern = check_pattern(arguments.get("block_pattern"))
@@ -61,7 +61,7 @@ def has_experts(arguments: Mapping, number: int) -> bool:
         number: Integer. Index of the block.
     """
     default = (number + 1) % arguments.get("moe_every", 1) == 0
-    return arguments_of_block(arguments, number).get("experts", default)
+    return get_block_arguments(arguments, number).get("experts", default)
 
 
 def shortest_pattern(blocks: Pattern) -> list[dict]:
@@ -97,7 +97,7 @@ class Latent:
     DOWN = "latent", "query_down"
 
     @staticmethod
-    def of(sizes: "Latent | Mapping | None") -> "Latent | None":
+    def from_sizes(sizes: "Latent | Mapping | None") -> "Latent | None":
         """Return a `Latent` for a dict. Return a `Latent` or `None` unchanged."""
         return Latent(**sizes) if isinstance(sizes, Mapping) else sizes
 
@@ -161,7 +161,7 @@ PLACEMENTS = {
 }
 
 
-def placement_of(arguments: Mapping) -> Placement:
+def get_placement(arguments: Mapping) -> Placement:
     """Return the norm placement of a block's or a network's arguments.
 
     Args:
@@ -188,4 +188,4 @@ def placement_of(arguments: Mapping) -> Placement:
 
 def ends_with_norm(arguments: Mapping) -> bool:
     """Return whether a norm follows the stack, which is true unless blocks normalize the sum."""
-    return not placement_of(arguments).of_sum
+    return not get_placement(arguments).of_sum

@@ -28,11 +28,13 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str = ""):
-        super().__init__(one_line(message, None))
+        super().__init__(to_one_line(message, None))
 
 
 @contextlib.contextmanager
-def refusing(place: str = "", kinds: type | tuple = (TypeError, ValueError)) -> Iterator[None]:
+def raise_as_input_error(
+    place: str = "", kinds: type | tuple = (TypeError, ValueError)
+) -> Iterator[None]:
     """Context manager that converts errors into `InputError`.
 
     Args:
@@ -45,12 +47,12 @@ def refusing(place: str = "", kinds: type | tuple = (TypeError, ValueError)) -> 
         raise InputError(f"{place}: {error}" if place else str(error)) from None
 
 
-def is_of_another_rank(error: BaseException | str | None) -> bool:
+def is_from_other_rank(error: BaseException | str | None) -> bool:
     """Return whether an error only reports that another rank failed or left the job."""
     return _OTHER_RANK_FAILED.search(str(error)) is not None
 
 
-def one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:
+def to_one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:
     r"""Return a text as a single printable line.
 
     Args:
@@ -60,7 +62,7 @@ def one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:
 
     Example:
 
-    >>> one_line("a\nb \x07" + "c" * 50, limit=20)
+    >>> to_one_line("a\nb \x07" + "c" * 50, limit=20)
     'a b \\x07ccc … cccccc'
     """
     text = " ".join(str(text).split())
@@ -72,12 +74,12 @@ def one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:
     return f"{text[: limit - end - 3]} … {text[-end:]}"
 
 
-def shown(value: object, limit: int = _MAX_SHOWN) -> str:
+def short_repr(value: object, limit: int = _MAX_SHOWN) -> str:
     """Return the `repr` of a user's value for an error message, cut to `limit` characters.
 
     Example:
 
-    >>> shown("x" * 100, limit=10)
+    >>> short_repr("x" * 100, limit=10)
     "'xxxxxxxx…"
     """
     try:
@@ -87,12 +89,12 @@ def shown(value: object, limit: int = _MAX_SHOWN) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+def suggest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a hint with the most similar known name, or with all of them if none is similar.
 
     Example:
 
-    >>> nearest("cosin", ["linear", "cosine"]), nearest("step", ["linear", "cosine"])
+    >>> suggest("cosin", ["linear", "cosine"]), suggest("step", ["linear", "cosine"])
     ('did you mean cosine?', 'expected one of linear, cosine.')
     """
     name = name if isinstance(name, str) else ""
@@ -102,17 +104,19 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def format_warning(message: object, *details: object) -> str:
     """Return a warning as one line. Use it as `warnings.formatwarning`."""
-    return f"warning: {one_line(message, None)}\n"
+    return f"warning: {to_one_line(message, None)}\n"
 
 
-def check_int(name: str, value: object, least: int = 1) -> int:
-    """Return `value` if it is an integer of at least `least`.
+def check_int(name: str, value: object, minimum: int = 1) -> int:
+    """Return `value` if it is an integer of at least `minimum`.
 
     Raises:
         InputError: If it is smaller or not an integer.
     """
-    if type(value) is not int or value < least:
-        raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}.")
+    if type(value) is not int or value < minimum:
+        raise InputError(
+            f"{name} must be an integer of at least {minimum}, got {short_repr(value)}."
+        )
     return value
 
 

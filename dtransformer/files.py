@@ -15,7 +15,7 @@ _PARTIAL = ".partial."
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike) -> Iterator[None]:
+def convert_write_errors(path: str | os.PathLike) -> Iterator[None]:
     """Context manager that converts an `OSError` into an `InputError` with the path."""
     try:
         yield
@@ -27,7 +27,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(
+def atomic_write(
     path: str | os.PathLike, num_bytes: int = 0, parents: bool = False
 ) -> Iterator[pathlib.Path]:
     """Context manager for an atomic write: yield a temporary path, then rename it to `path`.
@@ -46,7 +46,7 @@ def replacing(
 
     Example:
 
-    >>> with replacing("greeting.txt") as fresh:
+    >>> with atomic_write("greeting.txt") as fresh:
     ...     _ = fresh.write_text("Good morning.")
     """
     target = pathlib.Path(os.path.realpath(path))
@@ -56,7 +56,7 @@ def replacing(
             f"{path}: cannot be written because it is not a regular file. Choose another path."
         )
     try:
-        with writing(path):
+        with convert_write_errors(path):
             if parents:
                 target.parent.mkdir(parents=True, exist_ok=True)
             _reserve(fresh, num_bytes)
@@ -70,7 +70,7 @@ def replacing(
 
 
 @contextlib.contextmanager
-def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pathlib.Path]:
+def add_to_folder(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pathlib.Path]:
     """Context manager that yields an empty folder and then moves its files into `folder`.
 
     Args:
@@ -83,9 +83,9 @@ def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pa
 
     Example:
 
-    >>> with adding_to("greetings") as fresh:
+    >>> with add_to_folder("greetings") as fresh:
     ...     _ = (fresh / "morning.txt").write_text("Good morning.")
-    >>> with adding_to("greetings") as fresh:
+    >>> with add_to_folder("greetings") as fresh:
     ...     _ = (fresh / "morning.txt").write_text("Good morning!")
     Traceback (most recent call last):
     ...
@@ -145,7 +145,7 @@ def write_into(
             if path.name not in names:
                 path.unlink(missing_ok=True)
     if target != pathlib.Path(folder):
-        warn_of_taken(folder, target)
+        warn_occupied(folder, target)
     return target
 
 
@@ -170,13 +170,13 @@ def free_path(path: str | os.PathLike, ending: str = "") -> pathlib.Path:
     >>> free_path("runs/mine.weights.h5", ".weights.h5").as_posix()
     'runs/mine-2.weights.h5'
     """
-    path = beside(path, "")
+    path = append_to_name(path, "")
     stem = path.name.removesuffix(ending)
     numbered = (path.with_name(f"{stem}-{i}{ending}") for i in itertools.count(2))
     return next(candidate for candidate in numbered if not os.path.lexists(candidate))
 
 
-def warn_of_taken(path: str | os.PathLike, landed: pathlib.Path) -> None:
+def warn_occupied(path: str | os.PathLike, landed: pathlib.Path) -> None:
     """Warn that `path` was occupied and that the data was saved to `landed`."""
     warnings.warn(
         f"{path} already exists and was not changed. The new data was saved to {landed}. Choose "
@@ -191,7 +191,7 @@ def _temporary_folder(folder):
     fresh = partial_path(folder / "folder")
     was_there = folder.is_dir()
     try:
-        with writing(folder):
+        with convert_write_errors(folder):
             fresh.mkdir(parents=True)
             yield fresh
     finally:
@@ -255,9 +255,9 @@ def new_folder(
     """
     target = pathlib.Path(os.path.realpath(folder))
     fresh = partial_path(target)
-    old = beside(partial_path(target), ".replaced")
+    old = append_to_name(partial_path(target), ".replaced")
     try:
-        with writing(folder):
+        with convert_write_errors(folder):
             has_files = os.path.lexists(target) and bool(os.listdir(target))
             if has_files and not (may_replace is not None and may_replace(target)):
                 raise InputError(
@@ -291,12 +291,12 @@ def is_partial(name: str) -> bool:
     return name.startswith(_PARTIAL)
 
 
-def beside(path: str | os.PathLike, ending: str) -> pathlib.Path:
+def append_to_name(path: str | os.PathLike, ending: str) -> pathlib.Path:
     """Return a path in the same folder with `ending` appended to the name.
 
     Example:
 
-    >>> beside("runs/small/", ".replaced").as_posix()
+    >>> append_to_name("runs/small/", ".replaced").as_posix()
     'runs/small.replaced'
     """
     path = pathlib.Path(path)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from dtransformer.block_forms import check_pattern
-from dtransformer.errors import check_argument, hint_members, hint_types, nearest, shown
+from dtransformer.errors import check_argument, hint_members, hint_types, short_repr, suggest
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.config.validators import Count, CountOrZero, Fraction, Positive
 
@@ -296,7 +296,7 @@ class TransformerConfig:
     def __post_init__(self):
         if self.network not in NETWORKS:
             raise ValueError(
-                f"`network` must be one of {', '.join(NETWORKS)}, got {shown(self.network)}."
+                f"`network` must be one of {', '.join(NETWORKS)}, got {short_repr(self.network)}."
             )
         self._complete()
         for name, field in FIELDS.items():
@@ -305,7 +305,7 @@ class TransformerConfig:
                 _check_value(field.argument(self.network), value, field.hint)
             elif value != field.default(self.network):
                 raise ValueError(
-                    f"`{name}={shown(value)}` does not apply to a {self.network}, only to "
+                    f"`{name}={short_repr(value)}` does not apply to a {self.network}, only to "
                     f"{' and '.join(field.networks)}. Remove it."
                 )
         self._check_combinations()
@@ -398,8 +398,10 @@ class TransformerConfig:
         groups = {name: {} for name in ("", *GROUPS)}
         for name, value in arguments.items():
             if name not in fields:
-                hint = nearest(name, arguments_of(network))
-                raise TypeError(f"{network} has no argument `{name}`, got {shown(value)}; {hint}")
+                hint = suggest(name, arguments_of(network))
+                raise TypeError(
+                    f"{network} has no argument `{name}`, got {short_repr(value)}; {hint}"
+                )
             groups[fields[name].group][fields[name].name] = value
         options = {name: kind(**groups[name]) for name, kind in GROUPS.items()}
         return cls(network, **groups[""], **options)

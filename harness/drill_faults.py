@@ -37,7 +37,7 @@ class Fault:
         """Cause the fault."""
         raise NotImplementedError
 
-    def mend(self):
+    def repair(self):
         """Repair the fault if the job cannot."""
 
     def signal(self, number, *ranks, name="pids"):
@@ -139,7 +139,7 @@ class DiskFull(Fault):
         self._thread = threading.Thread(target=fill, daemon=True)
         self._thread.start()
 
-    def mend(self):
+    def repair(self):
         self._is_over.set()
         self._thread.join()
         self.disk.free()
@@ -151,7 +151,7 @@ class Cut(Fault):
     def begin(self):
         self.run.hosts.set_link(False)
 
-    def mend(self):
+    def repair(self):
         self.run.wait_for("does not answer", SECONDS_TO_SEE)
         self.run.hosts.set_link(True)
 
@@ -164,7 +164,7 @@ class OneWay(Fault):
     def begin(self):
         self._loss("add")
 
-    def mend(self):
+    def repair(self):
         self._loss("del")
 
     def _loss(self, action):

@@ -19,7 +19,7 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
-from harness.layouts import layout_of
+from harness.layouts import parse_layout
 
 STEPS_OF_AN_EPOCH = 7
 
@@ -107,7 +107,7 @@ def parse_arguments():
 
 def main(args):
     write_process_id(args.folder, "begun")
-    layout_of(args.layout).start()
+    parse_layout(args.layout).start()
     ids = np.random.default_rng(0).integers(4, 100, (16 * STEPS_OF_AN_EPOCH, 9)).astype("int32")
     data = tf.data.Dataset.from_tensor_slices((ids[:, :-1], ids[:, 1:])).batch(16)
     model = CausalLM(

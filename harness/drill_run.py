@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from harness.layouts import layout_of
+from harness.layouts import parse_layout
 from harness.two_hosts import INTERFACE
 
 STEP = re.compile(r"(?:<stdout>:|\] )step (\d+) loss ([\d.e+-]+)")
@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, args, folder, steps, pause, min_ranks=None, hosts=None):
         self.args, self.folder, self.hosts = args, pathlib.Path(folder), hosts
-        layout = layout_of(args.layout)
+        layout = parse_layout(args.layout)
         self.num_ranks = layout.ranks  # Number of ranks of the current start.
         self.hosts_file = self.folder / "hosts.txt"
         (self.folder / "orders").mkdir(parents=True, exist_ok=True)

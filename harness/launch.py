@@ -10,7 +10,7 @@ HOROVODRUN = pathlib.Path(sys.executable).with_name("horovodrun")
 REPOSITORY = pathlib.Path(__file__).parents[1]
 
 
-def command_of(num_ranks, arguments):
+def make_command(num_ranks, arguments):
     """Return the command for `python ARGUMENTS`, under horovodrun for several ranks."""
     command = [sys.executable, *map(str, arguments)]
     if num_ranks > 1:
@@ -34,7 +34,7 @@ def launch(num_ranks, arguments, timeout=600, environment=None):
         TimeoutError: If the program does not end in time. The message contains its output.
     """
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    command = command_of(num_ranks, arguments)
+    command = make_command(num_ranks, arguments)
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

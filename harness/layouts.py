@@ -125,7 +125,7 @@ _NAME = re.compile(
 )
 
 
-def layout_of(name):
+def parse_layout(name):
     """Return the `Layout` with a given name."""
     match = _NAME.fullmatch(name)
     if match is None:

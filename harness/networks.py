@@ -309,15 +309,15 @@ NETWORKS = {
 IN_TWO_SHAPES = ("untied", "deep_tied")
 
 
-def kind_of(network):
+def get_kind(network):
     """Return the name of a network without the prefix "deep_"."""
     return network.removeprefix("deep_")
 
 
-def loss_of(network):
+def make_loss(network):
     """Return the loss for training a network."""
     tokens = CrossEntropyLoss(0.1, ignore_id=0)
-    if kind_of(network) != "sentences":
+    if get_kind(network) != "sentences":
         return tokens
     return {"masked_lm": tokens, "next_sentence": CrossEntropyLoss()}
 

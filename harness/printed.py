@@ -20,7 +20,7 @@ def printed_json(name, num_ranks, arguments, word, timeout):
     return json_with(word, process.stdout)
 
 
-def report_of(options, key, programs, word, timeout):
+def run_programs(options, key, programs, word, timeout):
     """Run Python programs and return their results together with the options.
 
     Args:

@@ -37,10 +37,10 @@ RANK = int(os.environ.get("HOROVOD_RANK", "0"))
 RUNS_OF_GARBAGE = 8  # Number of runs between garbage collections.
 
 
-def task_of(name):
+def get_task(name):
     """Return the function of a task by name."""
     if ":" not in name:
-        return training.task_of(name)
+        return training.get_task(name)
     module, _, name = name.partition(":")
     return importlib.import_module(module).TASKS[name]
 
@@ -58,7 +58,7 @@ def execute(run, is_quick=False, is_short=False, **options):
         A tuple of two dicts: the results, and the seconds of each part.
     """
     begin_time = time.monotonic()
-    task = task_of(run.task)
+    task = get_task(run.task)
     dtransformer.set_seed(0)
     run.layout.start()
     if is_quick:
@@ -80,7 +80,7 @@ def cpu_seconds():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
-    parser.add_argument("runs", nargs="+", type=Run.of, metavar="TASK/LAYOUT")
+    parser.add_argument("runs", nargs="+", type=Run.from_name, metavar="TASK/LAYOUT")
     parser.add_argument("--steps", type=int, default=training.STEPS)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument(

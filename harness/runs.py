@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 from harness.launch import launch, tail
-from harness.layouts import Layout, layout_of
+from harness.layouts import Layout, parse_layout
 
 SECONDS_OF_A_RUN = 300  # A rank that takes longer prints its stacks and ends.
 _SECONDS_TO_START = 120
@@ -29,10 +29,10 @@ class Run:
     layout: Layout
 
     @classmethod
-    def of(cls, name):
+    def from_name(cls, name):
         """Return the run with the name "TASK/LAYOUT"."""
         task, layout = name.split("/")
-        return cls(task, layout_of(layout))
+        return cls(task, parse_layout(layout))
 
     @property
     def name(self):

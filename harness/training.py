@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
-from dtransformer.parallel.weights.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from dtransformer.trainers import Trainer
 from harness.batches import EVEN, OF_EVEN_ROWS, UNEVEN, batches, replica_share
 from harness.layouts import ALONE
@@ -20,9 +20,9 @@ from harness.networks import (
     EPSILON,
     FORMS,
     IN_TWO_SHAPES,
-    kind_of,
-    loss_of,
+    get_kind,
     make,
+    make_loss,
 )
 
 STEPS, SHORT_STEPS = 20, 5
@@ -53,7 +53,7 @@ class Record(keras.callbacks.Callback):
         return [logs[name] for logs in self.logs]
 
 
-def task_of(name):
+def get_task(name):
     """Return the task for a network's name, such as `"tied"` or `"tied.used"`."""
     return functools.partial(_train_and_use, name)
 
@@ -80,7 +80,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     model.build()
     results = _read_weights(model, "initial")
     trainer = Trainer(model)
-    trainer.compile(optimizer, loss_of(network), log_every=1)
+    trainer.compile(optimizer, make_loss(network), log_every=1)
     record = Record()
     trainer.fit(
         _data(network, num_steps, model, seed=0), callbacks=[record], verbose=0, shard=False
@@ -90,7 +90,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     if takes_gpu_branch():
         report = trainer._program.compiler.clusters
         results |= {"clusters": report.clusters, "outside": report.outside}
-    shards = own_shards(model.variables)
+    shards = get_local_shards(model.variables)
     results["bytes"] = np.array(sum(shard.numpy().nbytes for shard in shards))
     memory = trainer.memory_report()
     results["planned"] = np.array([row.planned for row in memory.rows[:3]])
@@ -114,8 +114,8 @@ def use(trainer, network, folder, layout, searches=SEARCHES):
         layout: The current `Layout`.
         searches: Keys of `SEARCHES`.
     """
-    inputs, labels = batches(1, trainer.network.vocab_size, 2, shapes_of(network)[-1:])[0]
-    if kind_of(network).startswith("long"):
+    inputs, labels = batches(1, trainer.network.vocab_size, 2, get_shapes(network)[-1:])[0]
+    if get_kind(network).startswith("long"):
         inputs, _ = tf.nest.map_structure(np.array, _divisible(inputs, labels))
     data = _data(network, 1, trainer.network, seed=1)
     evaluation = trainer.evaluate(data, verbose=0, shard=False, return_dict=True)
@@ -163,20 +163,20 @@ def weights_file(folder, network, layout):
 
 
 def _data(network, num_batches, model, seed):
-    all_batches = batches(num_batches, model.vocab_size, seed, shapes_of(network))
-    return as_taken(network, replica_share(all_batches))
+    all_batches = batches(num_batches, model.vocab_size, seed, get_shapes(network))
+    return convert_data(network, replica_share(all_batches))
 
 
-def shapes_of(network):
+def get_shapes(network):
     """Return the shapes of a network's batches: one, to compile once, or two."""
     if network not in IN_TWO_SHAPES:
         return (EVEN,)
     return (EVEN, OF_EVEN_ROWS if network in DEEP_NETWORKS else UNEVEN)
 
 
-def as_taken(network, data):
+def convert_data(network, data):
     """Return a dataset of `batches` in the format of a network's inputs."""
-    kind = kind_of(network)
+    kind = get_kind(network)
     return data.map(_DATA[kind]) if kind in _DATA else data
 
 

@@ -109,7 +109,7 @@ def clean_state():
     dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig())
     if tasks := sys.modules.get("dtransformer.runs.tasks"):
         for name in list(tasks._REGISTERED):
-            for table in (tasks.SECTIONS, tasks.LIKE, tasks._REGISTERED):
+            for table in (tasks.SECTIONS, tasks.BASE_TASKS, tasks._REGISTERED):
                 del table[name]
     if "keras" in sys.modules:
         import keras

@@ -96,7 +96,7 @@ def sent_collectives(report, layer):
     """Return a layer's collectives as a sorted list of (pass, kind, elements)."""
     return sorted(
         ("backward" if c.backward else "forward", c.kind, c.elements)
-        for c in report.of_layer(layer)
+        for c in report.get_layer(layer)
     )
 
 

@@ -87,15 +87,15 @@ class SharedRuns:
     def __init__(self, folder, names, options=()):
         self.folder = pathlib.Path(folder)
         self._options = options
-        self._runs = [Run.of(name) for name in names]
+        self._runs = [Run.from_name(name) for name in names]
 
     def __contains__(self, name):
         """Return whether a selected test reads a run."""
-        return Run.of(name) in self._runs
+        return Run.from_name(name) in self._runs
 
     def __call__(self, name):
         """Launch a run if necessary and return a list with the result dict of each rank."""
-        run = Run.of(name)
+        run = Run.from_name(name)
         assert name in self, f"mark the test with pytest.mark.runs({name!r})"
         if run.layout.ranks > 1 and not HOROVODRUN.exists():
             pytest.skip(needs_horovod.kwargs["reason"])

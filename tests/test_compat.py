@@ -23,7 +23,7 @@ import tensorflow as tf
 from tensorflow.python.framework import error_interpolation
 
 from dtransformer import _compat
-from dtransformer._compat import of_tensorflow
+from dtransformer._compat import tensorflow_internals
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 
 COMPAT = pathlib.Path(_compat.__file__).parent
@@ -278,10 +278,10 @@ def test_flat_layers():
 def test_own_variables():
     network = nested()
     network.build((1, 4))
-    assert [len(_compat.own_variables(layer)) for layer in network.layers] == [0, 2]
+    assert [len(_compat.direct_variables(layer)) for layer in network.layers] == [0, 2]
     normalization = keras.layers.BatchNormalization()
     normalization.build((1, 4))
-    assert _compat.own_variables(normalization) == normalization.weights
+    assert _compat.direct_variables(normalization) == normalization.weights
 
 
 def test_current_path():
@@ -353,7 +353,7 @@ def test_called_by_shapes(monkeypatch):
         return {"z": same[0] + inputs["b"], "a": pair.first - 2.0 * pair.second + inputs["a"]}
 
     traced = tf.function(compute, autograph=False)
-    fast = _compat.called_by_shapes(traced)
+    fast = _compat.cache_by_shapes(traced)
     for size in (2, 3, 2, 3, 2):
         inputs = {"b": tf.random.normal([size]), "a": tf.random.normal([size])}
         same, pair = [tf.random.normal([1])], Pair(tf.random.normal([]), tf.random.normal([]))
@@ -372,7 +372,7 @@ def test_call_of_function():
 
     def observe():
         for _ in range(100):
-            calls.append(_compat.call_of_function(main))
+            calls.append(_compat.current_function_call(main))
             time.sleep(0.02)
             if len(calls) > 5 and calls[-1] is not None and calls[-1] == calls[-3]:
                 break
@@ -384,7 +384,7 @@ def test_call_of_function():
     thread.join()
     (_, place) = calls[-1]
     assert "tests/test_compat.py, line" in place and calls[-1] == calls[-2]
-    assert _compat.call_of_function(main) is None
+    assert _compat.current_function_call(main) is None
 
 
 def test_is_on_a_tape():
@@ -404,9 +404,9 @@ def test_function_lookup_by_name():
         for operation in concrete.graph.get_operations()
         if "PartitionedCall" in operation.type
     ]
-    graph = _compat.graph_of_function(concrete.graph, called)
+    graph = _compat.get_function_graph(concrete.graph, called)
     assert [6] in [op.outputs[0].shape for op in graph.get_operations() if op.outputs]
-    assert _compat.graph_of_function(concrete.graph, "no_such_function") is None
+    assert _compat.get_function_graph(concrete.graph, "no_such_function") is None
     assert called in _compat.function_names()
     assert _compat.function_def(called).signature.name == called
     with pytest.raises((ValueError, tf.errors.NotFoundError)):
@@ -426,7 +426,7 @@ def test_take_weights_unlocks_a_built_layer():
     layer.is_here = True
     with pytest.raises(ValueError, match="cannot add new elements of state"):
         layer.build(None)
-    _compat.take_weights(layer)
+    _compat.unlock_layer(layer)
     layer.build(None)
     assert layer.weights
 
@@ -451,7 +451,7 @@ def test_constants_are_copied():
             function = tf.function(lambda: tf.transpose(tf.zeros([2, 3]), order), autograph=False)
             return len(function.get_concrete_function().captured_inputs)
 
-    with _compat.constants_are_copied():
+    with _compat.copy_constants():
         assert captures() == 0
     assert captures() == 1, (
         "TensorFlow copies constants without the patch now, or the patch remains active"
@@ -461,11 +461,11 @@ def test_constants_are_copied():
 def test_captures_are_replaced():
     captured = tf.constant([1.0, 2.0])
     compute = lambda: tf.function(lambda: captured * 2.0, autograph=False)().numpy().tolist()
-    with _compat.captures_replaced(lambda tensor: tensor + 1.0):
+    with _compat.replace_captures(lambda tensor: tensor + 1.0):
         pass
     assert compute() == [2.0, 4.0], "the patch remains active"
     other = tf.constant([3.0, 4.0])
-    with _compat.captures_replaced(lambda tensor: other):
+    with _compat.replace_captures(lambda tensor: other):
         assert compute() == [6.0, 8.0]
 
 
@@ -520,17 +520,19 @@ def test_with_gradient_saves_only_tensors_that_the_gradient_reads():
 def test_forget_context_allows_deleting_old_functions(monkeypatch):
     errors = []
     monkeypatch.setattr(sys, "unraisablehook", errors.append)
-    counts = of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS
+    counts = tensorflow_internals.atomic_function.RUNTIME_FUNCTION_REFS
 
     def delete_a_forgotten_function():
         concrete = tf.function(lambda: tf.zeros([]), autograph=False).get_concrete_function()
         assert concrete() == 0
-        of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS.clear()  # a new context has none
+        tensorflow_internals.atomic_function.RUNTIME_FUNCTION_REFS.clear()  # a new context has none
         del concrete
         gc.collect()
 
     for forgets in (False, True):
-        monkeypatch.setattr(of_tensorflow.atomic_function, "RUNTIME_FUNCTION_REFS", dict(counts))
+        monkeypatch.setattr(
+            tensorflow_internals.atomic_function, "RUNTIME_FUNCTION_REFS", dict(counts)
+        )
         errors.clear()
         if forgets:
             _compat.forget_context()
@@ -540,19 +542,19 @@ def test_forget_context_allows_deleting_old_functions(monkeypatch):
 
 def test_forget_context_clears_caches_of_the_mesh(monkeypatch):
     monkeypatch.setattr(
-        of_tensorflow.atomic_function,
+        tensorflow_internals.atomic_function,
         "RUNTIME_FUNCTION_REFS",
-        dict(of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS),
+        dict(tensorflow_internals.atomic_function.RUNTIME_FUNCTION_REFS),
     )
     with tf.device("CPU:0"):
         tf.zeros([])
-    assert of_tensorflow.context._device_parsing_cache
+    assert tensorflow_internals.context._device_parsing_cache
     _compat.forget_context()
-    assert not of_tensorflow.context._device_parsing_cache
+    assert not tensorflow_internals.context._device_parsing_cache
     device = types.SimpleNamespace(clear_tpu_core_ids=lambda: None)
-    monkeypatch.setattr(of_tensorflow.api, "_dtensor_singleton", device)
+    monkeypatch.setattr(tensorflow_internals.api, "_dtensor_singleton", device)
     _compat.forget_dtensor_device()
-    assert of_tensorflow.api._dtensor_singleton is None
+    assert tensorflow_internals.api._dtensor_singleton is None
 
 
 def test_read_long_errors_is_fast_and_equal():

@@ -36,7 +36,7 @@ def ranks(smoke, seconds, **_):
 
 def parity(names, seconds=300):
     """Yield differences between the losses of runs and of a CPU. All runs need equally many ranks."""
-    runs = [Run.of(name) for name in names]
+    runs = [Run.from_name(name) for name in names]
     references = list(dict.fromkeys(run.task for run in runs))
     with tempfile.TemporaryDirectory() as folder:
         cpu, gpu = (pathlib.Path(folder) / place for place in ("cpu", "gpu"))

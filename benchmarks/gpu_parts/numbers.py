@@ -14,7 +14,7 @@ from dtransformer.parallel.tracing.dropout_seed import kept_elements
 from dtransformer.trainers import Trainer
 from harness.launch import launch, tail
 from harness.layouts import ALONE
-from harness.networks import loss_of, make
+from harness.networks import make, make_loss
 from harness.runs import Run
 from harness.training import _data
 
@@ -149,7 +149,7 @@ def _compiled(jit_compile):
     model, optimizer = make("causal")
     model.build()
     trainer = Trainer(model)
-    trainer.compile(optimizer, loss_of("causal"), jit_compile=jit_compile)
+    trainer.compile(optimizer, make_loss("causal"), jit_compile=jit_compile)
     losses = [
         trainer.train_on_batch(x, y, shard=False) for x, y in _data("causal", 10, model, seed=0)
     ]

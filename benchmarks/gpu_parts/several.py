@@ -16,8 +16,8 @@ from dtransformer.parallel.mesh.batch import put_sharded
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.trainers import Trainer
-from harness.layouts import layout_of
-from harness.networks import loss_of, make
+from harness.layouts import parse_layout
+from harness.networks import make, make_loss
 from harness.runs import Run, launch_runs
 from harness.training import _data
 
@@ -41,7 +41,7 @@ def sums(smoke, **_):
         yield {"left_out": f"{n} cards"}
         return
     for layout in (f"dp{n}@{n}x1", f"dp{n}@1x{n}"):
-        uses_ranks = layout_of(layout).ranks > 1
+        uses_ranks = parse_layout(layout).ranks > 1
         task = f"{__name__}:{'smoke_' * smoke}sums"
         for size, seconds in _results(f"{task}/{layout}", 300)["seconds"].items():
             sent = 2 * (n - 1) / n * int(size)  # Bytes sent by a ring algorithm.
@@ -58,7 +58,7 @@ def layouts(smoke, **_):
     names = [name.format(n=n) for name in _LAYOUTS] + _FOUR_GPUS * (n >= 4)
     by_ranks = {}
     for name in names[:1] if smoke else names:
-        by_ranks.setdefault(Run.of(name).layout.ranks, []).append(name)
+        by_ranks.setdefault(Run.from_name(name).layout.ranks, []).append(name)
     for rank_names in by_ranks.values():
         yield from parity(rank_names)
 
@@ -79,7 +79,7 @@ def _count_gpus(smoke):
 
 def _results(name, seconds):
     """Run a task of `TASKS` on the ranks of its layout and return the results of rank 0."""
-    run = Run.of(name)
+    run = Run.from_name(name)
     with tempfile.TemporaryDirectory() as folder:
         launch_runs(run.layout.ranks, [run], pathlib.Path(folder), seconds_of_a_run=seconds)
         if errors := run.errors(folder):
@@ -133,7 +133,7 @@ def _stress(layout, seconds=_STRESS_SECONDS):
     model, optimizer = make("deep_tied", num_blocks=layout.num_blocks)
     model.build()
     trainer = Trainer(model)
-    trainer.compile(optimizer, loss_of("deep_tied"))
+    trainer.compile(optimizer, make_loss("deep_tied"))
     data, start_time = _data("deep_tied", 8, model, seed=0).repeat(), time.monotonic()
 
     class Stop(keras.callbacks.Callback):

@@ -17,7 +17,7 @@ import transformers
 EPSILON = 1e-10
 
 
-def model_of(family, vocab_size, length, pad_id, start_id, end_id):
+def make_model(family, vocab_size, length, pad_id, start_id, end_id):
     """Return a random model without dropout, with four blocks of 128 features."""
     ids = {"bos_token_id": start_id, "eos_token_id": end_id, "pad_token_id": pad_id}
     common = {"vocab_size": vocab_size, **ids}
@@ -38,7 +38,7 @@ def model_of(family, vocab_size, length, pad_id, start_id, end_id):
     return model_class(model_class.config_class(**common, **options))
 
 
-def loss_of(family, model, batch, pad_id):
+def compute_loss(family, model, batch, pad_id):
     """Return the mean cross entropy of a batch."""
     tensors = {name: torch.tensor(x, dtype=torch.long) for name, x in batch.items()}
     if family == "t5":
@@ -65,14 +65,14 @@ def main(folder, family, steps, learning_rate):
         name.partition("/")[2]: x for name, x in told.items() if name.startswith(f"{family}/")
     }
     length = batches["labels"].shape[2]
-    model = model_of(family, length=length, **ids)
+    model = make_model(family, length=length, **ids)
     model.save_pretrained(folder / family)
     optimizer = torch.optim.Adam(model.parameters(), learning_rate, eps=EPSILON)
     losses, began = [], time.perf_counter()
     for step in range(steps):
         number = step % len(batches["labels"])
         batch = {name: x[number] for name, x in batches.items()}
-        loss = loss_of(family, model, batch, ids["pad_id"])
+        loss = compute_loss(family, model, batch, ids["pad_id"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

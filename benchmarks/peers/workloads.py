@@ -94,7 +94,7 @@ WORKLOADS = {
 }
 
 
-def workload_of(name):
+def get_workload(name):
     """Return the workload with this name."""
     from generation import Generation
     from published import PUBLISHED
@@ -115,7 +115,7 @@ def serve(make_run, num_first=1):
     """
     workload, *options = sys.argv[1:]
     start = time.perf_counter()
-    run = make_run(workload_of(workload), *options)
+    run = make_run(get_workload(workload), *options)
     first, *_ = [run(1)[0] for _ in range(num_first)]
     started = {"start_s": time.perf_counter() - start, "first_step_s": first}
     print(json.dumps({**started, "result": getattr(run, "result", None)}), flush=True)

@@ -14,7 +14,7 @@ from dtransformer.parallel.schedules.schedules import SCHEDULES, instructions
 from dtransformer.parallel.schedules.simulator import simulate
 from dtransformer.planner.formulas import state_bytes
 from harness.published_tables import published
-from harness.published_tables.compared import layouts_of
+from harness.published_tables.compared import make_layouts
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 STAGES, MICRO_BATCHES = 4, 8
@@ -62,7 +62,7 @@ def _timeline(axes, name, chunks, title):
     )
     colors = {FORWARD: BLUE, BACKWARD: GREEN, WEIGHT_GRADIENTS: ORANGE}
     for stage in range(STAGES):
-        for event in timeline.of_stage(stage):
+        for event in timeline.get_stage_events(stage):
             start, length = event.start, event.end - event.start
             is_second_chunk = event.instruction.chunk >= STAGES
             color = colors[event.instruction.kind]
@@ -158,7 +158,7 @@ def planner_error():
     figure, axes = pyplot.subplots(figsize=(5.2, 4.6), constrained_layout=True)
     models = published.LAYOUT_MODELS
     for model, color in zip(models, (BLUE, GREEN, ORANGE, PURPLE, GRAY)):
-        rows = [row for row in layouts_of(model).rows if row.digits is None]
+        rows = [row for row in make_layouts(model).rows if row.digits is None]
         measured = [row.published for row in rows]
         planned = [row.ours for row in rows]
         axes.scatter(measured, planned, s=22, color=color, label=model, alpha=0.8, linewidths=0)

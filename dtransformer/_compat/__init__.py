@@ -6,6 +6,6 @@ folders use a private name. It also lists the private methods that subclasses ov
 name of Horovod is used.
 """
 
-from dtransformer._compat.of_keras import *
-from dtransformer._compat.of_optimizers import *
-from dtransformer._compat.of_tensorflow import *
+from dtransformer._compat.keras_internals import *
+from dtransformer._compat.optimizer_internals import *
+from dtransformer._compat.tensorflow_internals import *

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 
 from dtransformer.cli.options import make_parser
-from dtransformer.errors import InputError, format_warning, is_of_another_rank, one_line
+from dtransformer.errors import InputError, format_warning, is_from_other_rank, to_one_line
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
@@ -64,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error("This machine does not have enough memory. Reduce the sizes.", 2)
     except Exception as error:
         sys.last_value = error  # Exit handlers read it.
-        if is_of_another_rank(error):
+        if is_from_other_rank(error):
             return _print_error(
                 "Another rank has failed or left the job. Its output shows the cause.", 1
             )
         if os.environ.get(_TRACEBACK) or "HOROVOD_RANK" in os.environ:
             raise  # Each rank prints its traceback.
-        text = one_line(error, 160)
+        text = to_one_line(error, 160)
         return _print_error(
             f"{type(error).__name__}: {text}; {_TRACEBACK}=1 prints the traceback", 1
         )
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_error(message, code):
     """Print an error as one line and return the exit code."""
     with contextlib.suppress(OSError):  # Standard error may be closed.
-        print(one_line(f"dtransformer: {message}"), file=sys.stderr, flush=True)
+        print(to_one_line(f"dtransformer: {message}"), file=sys.stderr, flush=True)
     return code
 
 

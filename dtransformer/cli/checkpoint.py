@@ -6,7 +6,7 @@ import json
 import time
 
 import dtransformer.models  # noqa: F401 (Keras finds by their names what is imported)
-from dtransformer.errors import InputError, one_line
+from dtransformer.errors import InputError, to_one_line
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
 from dtransformer.trainers.checkpoint import Checkpoint, export, folders
@@ -26,7 +26,7 @@ def inspect(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: If there is no checkpoint, or its manifest is damaged.
     """
-    checkpoint = Checkpoint(folders.checkpoints_of(arguments.path)[0])
+    checkpoint = Checkpoint(folders.list_checkpoints(arguments.path)[0])
     manifest = checkpoint.manifest
     if arguments.json:
         print(json.dumps({"path": str(checkpoint.path), **manifest}, indent=1))
@@ -49,7 +49,9 @@ def inspect(arguments: argparse.Namespace) -> None:
     if position is not None:
         print(f"Next: epoch {position['epoch'] + 1}, batch {position['batch'] + 1}")
     ranks = "1 rank" if manifest["ranks"] == 1 else f"{manifest['ranks']} ranks"
-    print(one_line(f"Saved by {ranks}: {', '.join(parallel) or 'default parallel config'}", None))
+    print(
+        to_one_line(f"Saved by {ranks}: {', '.join(parallel) or 'default parallel config'}", None)
+    )
     print(f"Seed {manifest['seed']}; metrics: {manifest['metrics'] or 'none'}")
     print(f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB")
     print("\n".join(columns(rows)))
@@ -62,11 +64,11 @@ def verify(arguments: argparse.Namespace) -> None:
         InputError: If there is no checkpoint, or one is damaged.
     """
     damaged = 0
-    for folder in folders.checkpoints_of(arguments.path):
+    for folder in folders.list_checkpoints(arguments.path):
         try:
             checkpoint = Checkpoint(folder)
             problems = list(checkpoint.problems().values())
-            if folders.step_of(folder) not in (-1, checkpoint.step):
+            if folders.parse_step(folder) not in (-1, checkpoint.step):
                 problems.append(f"its name does not match its step {checkpoint.step}; rename it")
         except (InputError, OSError) as error:
             problems = [str(error)]

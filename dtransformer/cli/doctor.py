@@ -33,7 +33,7 @@ def examine():
     """
     return [
         *(_package(name, wanted) for name, wanted in _PACKAGES.items()),
-        *(_optional(name, _version(name), mend) for name, mend in _OPTIONAL.items()),
+        *(_optional(name, _version(name), fix) for name, fix in _OPTIONAL.items()),
         check(
             "python", sys.version_info >= (3, 11), platform.python_version(), "use 3.11 or later"
         ),
@@ -75,8 +75,8 @@ def doctor(as_json=False, checks=None):
         for item in checks:
             mark = {True: "ok     ", None: "missing", False: "FAILED "}[item["ok"]]
             print(f"{mark}  {item['name']:{width}}  {item['found']}")
-            if not item["ok"] and item["mend"]:
-                print(f"{'':9}{'':{width}}  -> {item['mend']}")
+            if not item["ok"] and item["fix"]:
+                print(f"{'':9}{'':{width}}  -> {item['fix']}")
     return 1 if any(item["ok"] is False for item in checks) else 0
 
 
@@ -95,8 +95,8 @@ def _package(name, required):
     return check(name, ok, version or "not installed", f"pip install '{name}=={required}.*'")
 
 
-def _optional(name, found, mend):
-    return check(name, True if found else None, found or "not installed", mend)
+def _optional(name, found, fix):
+    return check(name, True if found else None, found or "not installed", fix)
 
 
 def _horovod():

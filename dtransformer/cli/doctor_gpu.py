@@ -77,22 +77,22 @@ def _explain_no_gpu():
     missing = [name for name in _CUDA_LIBRARIES if not _can_be_opened(name)]
     cuda = nvidia_driver.cuda_version()
     code = nvidia_driver.cuda_start()
-    mend = _INSTALL
+    fix = _INSTALL
     if 0 < cuda < (_MIN_CUDA if missing else _CUDA):
         reason = _describe_old_driver(cuda)
-        mend = _DRIVER
+        fix = _DRIVER
     elif missing:
         reason = f"{missing[0]} and {len(missing) - 1} others cannot be opened"
     elif code is None:
         reason = "libcuda.so.1 cannot be opened"
-        mend = "in a container: docker run --gpus all"
+        fix = "in a container: docker run --gpus all"
     elif code:
         reason = f"CUDA does not start (error {code} of cuInit)"
-        mend = "check that nvidia-smi lists the GPUs"
+        fix = "check that nvidia-smi lists the GPUs"
     else:
         reason = "all CUDA libraries were found"
-        mend = "set TF_CPP_MIN_LOG_LEVEL=0 to see TensorFlow's log"
-    return check("GPU", False, f"driver {driver}, but TensorFlow finds no GPU: {reason}", mend)
+        fix = "set TF_CPP_MIN_LOG_LEVEL=0 to see TensorFlow's log"
+    return check("GPU", False, f"driver {driver}, but TensorFlow finds no GPU: {reason}", fix)
 
 
 def _can_be_opened(library):

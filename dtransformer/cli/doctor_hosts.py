@@ -53,8 +53,8 @@ def _check_host(host, local, ssh_options):
         began = time.time()
         answer, error = _read_answer(process, errors)
         if answer is None:
-            mend = "set up ssh without a password, and the same folder and Python on the host"
-            return [check(f"{host}: ssh", False, error or "does not answer", mend)]
+            fix = "set up ssh without a password, and the same folder and Python on the host"
+            return [check(f"{host}: ssh", False, error or "does not answer", fix)]
         middle = (began + time.time()) / 2
         checks = [check(f"{host}: ssh", True, "this host" if here else "answers")]
         checks += _compare(host, answer, local, middle)
@@ -122,8 +122,8 @@ def _measure_network(host, port):
             connection.recv(1)  # Returns as soon as the host has received everything.
             rate = 8 * _BYTES / (time.perf_counter() - start) / 1e9
     except OSError as error:
-        mend = "open all ports between the job's hosts, because ranks listen on any free port"
-        return check(f"{host}: network", False, f"cannot connect to port {port} ({error})", mend)
+        fix = "open all ports between the job's hosts, because ranks listen on any free port"
+        return check(f"{host}: network", False, f"cannot connect to port {port} ({error})", fix)
     latency = 1e3 * statistics.median(times)
     message = (
         f"{latency:.2f} ms round trip, {rate:.1f} Gbit/s, from {address} ({_interface(address)})"

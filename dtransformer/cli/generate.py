@@ -4,9 +4,9 @@ import argparse
 import json
 import sys
 
-from dtransformer.datasets.documents import joined
+from dtransformer.datasets.documents import join_documents
 from dtransformer.datasets.tool_calls import tools_in
-from dtransformer.errors import InputError, refusing, shown
+from dtransformer.errors import InputError, raise_as_input_error, short_repr
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
 from dtransformer.models.generation.rules import end_ids
@@ -49,7 +49,7 @@ def generate(arguments: argparse.Namespace) -> None:
         prompts = [tokenizer.chat(messages, tools) for messages in turns]
     values = {name: getattr(arguments, name) for name in _GENERATOR_OPTIONS}
     options = {name: value for name, value in values.items() if value is not None}
-    with refusing(kinds=ValueError):
+    with raise_as_input_error(kinds=ValueError):
         generator = _generator(model, tokenizer, arguments.max_new_tokens, arguments.stop, options)
         if not arguments.stream:
             return _print_texts(inputs, generator(prompts), arguments.json)
@@ -64,7 +64,7 @@ def generate(arguments: argparse.Namespace) -> None:
             print(text, end="", flush=True)
 
     for prompt in prompts:
-        with refusing(kinds=ValueError):
+        with raise_as_input_error(kinds=ValueError):
             generator([prompt], show)
         show(None, "\n")
     return None
@@ -74,7 +74,7 @@ def _load_config(settings):
     for setting in settings:
         if not setting.startswith(_SETTINGS):
             raise InputError(
-                f"--set {shown(setting)} has no effect here. Use it with parallel.…, "
+                f"--set {short_repr(setting)} has no effect here. Use it with parallel.…, "
                 "training.local_devices or training.precision."
             )
     return load_config(None, settings)
@@ -89,16 +89,16 @@ def _read_prompts(source, boundary):
         raise InputError("No prompt was given. Add --prompt, or write lines to standard input.")
     if boundary == "line":
         return lines
-    return list(joined(enumerate(lines, start=1), boundary, "standard input"))
+    return list(join_documents(enumerate(lines, start=1), boundary, "standard input"))
 
 
 def _generator(model, tokenizer, max_new_tokens, stops, options):
     stop_ids = end_ids(model, tokenizer)
     for text in stops:
-        ids = tokenizer.ids_of_stop(text)
+        ids = tokenizer.encode_stop(text)
         if len(ids) != 1:
             raise InputError(
-                f"--stop {shown(text)} has {len(ids)} tokens. Choose a text that is a single token."
+                f"--stop {short_repr(text)} has {len(ids)} tokens. Choose a text that is a single token."
             )
         stop_ids += ids
     return TextGenerator(model, tokenizer, max_new_tokens, stop_ids=stop_ids, **options)

@@ -30,7 +30,7 @@ import sysconfig
 import tarfile
 import tempfile
 
-from dtransformer.errors import InputError, one_line
+from dtransformer.errors import InputError, to_one_line
 
 COMMAND = "dtransformer doctor --install-horovod"
 VERSION = "0.28.1"
@@ -274,7 +274,7 @@ def run(command, log, problem, environment=None):
             return
         output.seek(begin)
         text = output.read()
-    raise InputError(f"{problem} The cause: {one_line(_reason(text), 100)}. See the log {log}.")
+    raise InputError(f"{problem} The cause: {to_one_line(_reason(text), 100)}. See the log {log}.")
 
 
 def _reason(text):

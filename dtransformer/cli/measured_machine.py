@@ -39,9 +39,9 @@ def measure_to(path: str | os.PathLike) -> None:
     """
     device = measure_device("measured", round(own_memory_gb(), 3))
     if job.is_chief():
-        write_text_atomically(path, text_of(device))
+        write_text_atomically(path, device_to_yaml(device))
         ranks = "1 rank" if job.size() == 1 else f"{job.size()} ranks"
-        print(f"{path}: a device of {ranks}:\n{text_of(device)}")
+        print(f"{path}: a device of {ranks}:\n{device_to_yaml(device)}")
     shutdown()
 
 
@@ -52,13 +52,13 @@ def own_memory_gb() -> float:
     return nvidia_driver.gpu_memory_bytes() / 1e9 or this_device().memory_gb
 
 
-def text_of(device: Device) -> str:
+def device_to_yaml(device: Device) -> str:
     """Return a device as YAML.
 
     Example:
 
-    >>> from dtransformer.planner.clusters import device_named
-    >>> text_of(device_named("a100")).splitlines()[:2]
+    >>> from dtransformer.planner.clusters import get_device
+    >>> device_to_yaml(get_device("a100")).splitlines()[:2]
     ['name: a100-80', 'tflops_16_bit: 312']
     """
     fields = dataclasses.asdict(device)
@@ -250,7 +250,7 @@ def _block_bytes_per_second(device):
             loss = tf.reduce_sum(block(x, training=True))
         return tf.add_n([tf.reshape(g, [-1])[0] for g in tape.gradient(loss, [x, *block.weights])])
 
-    layouts = Layouts.of(micro_batch=rows)
+    layouts = Layouts.from_columns(micro_batch=rows)
 
     def planned(rate):
         infinite = dataclasses.replace(device, memory_gb_per_second=rate)
@@ -264,7 +264,7 @@ def _block_bytes_per_second(device):
 def _all_reduce_seconds(size):
     """Return the seconds of an all-reduce of `size` bytes in a bucket of 16 tensors."""
     x = [tf.zeros([size // 4 // _IN_BUCKET])] * _IN_BUCKET
-    group = job.whole_job()
+    group = job.world_group()
     step = tf.function(lambda x: all_reduce_together(x, group, f"measure_{size}")[0][0])
     return _collective_seconds(lambda: step(x).numpy())
 

@@ -6,7 +6,7 @@ import json
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.task_heads import task_heads
-from dtransformer.planner.models import named
+from dtransformer.planner.models import get_model
 from dtransformer.tables import columns
 
 
@@ -16,7 +16,7 @@ def presets() -> list[dict]:
         {
             "preset": name,
             "network": architecture.network,
-            "parameters": named(name).parameters(),
+            "parameters": get_model(name).parameters(),
             "positions": architecture.arguments.get("max_length"),
             "source": architecture.source,
         }

@@ -9,15 +9,15 @@ import pathlib
 import re
 
 from dtransformer.architectures import Architecture
-from dtransformer.errors import InputError, check_installed, refusing
+from dtransformer.errors import InputError, check_installed, raise_as_input_error
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.inputs.yaml_file import parse_setting, read_yaml
 from dtransformer.planner import Cluster, Job, Plan, plan, report
 from dtransformer.planner.budget import default_batch
-from dtransformer.planner.clusters import Constants, Device, Link, device_named
-from dtransformer.planner.models import checked, from_architecture, named
+from dtransformer.planner.clusters import Constants, Device, Link, get_device
+from dtransformer.planner.models import from_architecture, get_model, make_checked
 from dtransformer.planner.plain_bfloat16 import bfloat16_hint
-from dtransformer.planner.plan_file import yaml_of
+from dtransformer.planner.plan_file import plan_to_yaml
 from dtransformer.planner.shape import ModelShape
 from dtransformer.transformer_config import DECODER
 
@@ -48,16 +48,16 @@ def run_plan(arguments: argparse.Namespace) -> None:
 
         run_plan_of_keras_model(arguments)
         return
-    result, notes = plan_of(arguments)
-    config = yaml_of(result, arguments.model if os.path.isdir(arguments.model) else None)
+    result, notes = make_plan(arguments)
+    config = plan_to_yaml(result, arguments.model if os.path.isdir(arguments.model) else None)
     if arguments.yaml:
         write_text_atomically(arguments.yaml, config)
     if arguments.plot:
         report.draw(result, arguments.plot)
     if arguments.json:
-        print(json.dumps({**report.json_of(result, tokens), "notes": notes}, indent=2))
+        print(json.dumps({**report.plan_to_json(result, tokens), "notes": notes}, indent=2))
         return
-    print("\n".join([report.text_of(result, tokens), *notes]))
+    print("\n".join([report.plan_to_text(result, tokens), *notes]))
     if result.fits and not arguments.yaml:
         print(f"\n{config}", end="")
 
@@ -67,7 +67,7 @@ def _is_function(name):
     return name is not None and re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
-def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
+def make_plan(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
     """Return a `(plan, notes)` tuple for the command's options.
 
     The notes are lines to print: the source of the default batch, and a hint about bfloat16.
@@ -80,8 +80,8 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
         "adapter_rank": arguments.lora,
         "frozen_blocks": arguments.freeze,
     }
-    model = model_of(arguments.model, **{k: x for k, x in changes.items() if x is not None})
-    device = device_of(arguments.device)
+    model = load_model_shape(arguments.model, **{k: x for k, x in changes.items() if x is not None})
+    device = load_device(arguments.device)
     if arguments.devices_per_node:
         device = dataclasses.replace(device, devices_per_node=arguments.devices_per_node)
     if (arguments.devices is None) == (arguments.nodes is None):
@@ -97,7 +97,7 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
     return result, [note for note in (reason, bfloat16_hint(result)) if note]
 
 
-def model_of(name: str | None, **changes) -> ModelShape:
+def load_model_shape(name: str | None, **changes) -> ModelShape:
     """Return the shape of a model.
 
     Args:
@@ -111,18 +111,18 @@ def model_of(name: str | None, **changes) -> ModelShape:
     if name is None:
         raise InputError("--model is required: a name, such as gpt-175b, a folder or a YAML file.")
     if os.path.isdir(name):
-        from dtransformer.models.pretrained.load import architecture_of
+        from dtransformer.models.pretrained.load import read_architecture
 
         title = pathlib.Path(name).resolve().name
-        model = from_architecture(title, architecture_of(name), **changes)
+        model = from_architecture(title, read_architecture(name), **changes)
         return _with_default_length(model, changes)
     if not name.endswith((".yaml", ".yml")):
-        return _with_default_length(named(name, **changes), changes)
+        return _with_default_length(get_model(name, **changes), changes)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
         raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024.")
     if isinstance(fields.get("base"), str):
-        return named(fields.pop("base"), **{**fields, **changes})
+        return get_model(fields.pop("base"), **{**fields, **changes})
     architecture = Architecture(fields.pop("network", DECODER), {}, name)
     return from_architecture(name, architecture, **{**fields, **changes})
 
@@ -133,26 +133,26 @@ def _with_default_length(model, changes):
     return dataclasses.replace(model, sequence_length=length)
 
 
-def device_of(name: str) -> Device:
+def load_device(name: str) -> Device:
     """Return a device from its name or from a YAML file, such as one written by `--measure`.
 
     Raises:
         InputError: If the device does not exist, or the file has unknown fields.
     """
     if not name.endswith((".yaml", ".yml")):
-        return device_named(name)
+        return get_device(name)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
         raise InputError(f"{name}: expected the fields of a device, in the format of --measure.")
-    with refusing(name):
-        base = vars(device_named(fields.pop("base"))) if "base" in fields else {}
+    with raise_as_input_error(name):
+        base = vars(get_device(fields.pop("base"))) if "base" in fields else {}
         converted = {}
         if "links" in fields:
             converted["links"] = {
-                axis: checked(Link, x) for axis, x in dict(fields["links"]).items()
+                axis: make_checked(Link, x) for axis, x in dict(fields["links"]).items()
             }
         if "constants" in fields:
             defaults = vars(base["constants"]) if base else {}
-            converted["constants"] = checked(Constants, {**defaults, **fields["constants"]})
+            converted["constants"] = make_checked(Constants, {**defaults, **fields["constants"]})
         custom = {"source": "custom"} if base else {}
-        return checked(Device, {**base, **custom, **fields, **converted})
+        return make_checked(Device, {**base, **custom, **fields, **converted})

@@ -11,7 +11,7 @@ import sys
 import keras
 import tensorflow as tf
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import divisors
 from dtransformer.parallel.keras_layers.layouts import WeightLayout, weight_layouts
@@ -64,7 +64,7 @@ def run_plan_of_keras_model(arguments: argparse.Namespace) -> None:
             )
     if arguments.optimizer not in OPTIMIZERS:
         raise InputError(
-            f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {shown(arguments.optimizer)}."
+            f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {short_repr(arguments.optimizer)}."
         )
     network = network_of(arguments.model)
     num_states = OPTIMIZERS[arguments.optimizer]
@@ -100,7 +100,7 @@ def network_of(name: str) -> keras.Model:
         network = function()
     if not isinstance(network, keras.Model) or not network.built:
         raise InputError(
-            f"--model {name} returned {shown(type(network).__name__)}, but expected a built "
+            f"--model {name} returned {short_repr(type(network).__name__)}, but expected a built "
             "keras.Model. Build it, or call it on a `keras.Input`, in the function."
         )
     return network

@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 
-from dtransformer.datasets.documents import objects, placed_values
+from dtransformer.datasets.documents import check_objects, iterate_values
 from dtransformer.datasets.records import named_records
 from dtransformer.errors import InputError
-from dtransformer.files import replacing
+from dtransformer.files import atomic_write
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.text import decode_lines, read_text_lines
@@ -64,7 +64,7 @@ def embed(arguments: argparse.Namespace) -> None:
     if arguments.out is None:
         out.buffer.write(data)
     else:
-        with replacing(arguments.out) as path:
+        with atomic_write(arguments.out) as path:
             path.write_bytes(data)
 
 
@@ -100,7 +100,7 @@ def _predictions(arguments, command):
 def _read_records(arguments, fields):
     """Yield a (place, record) pair for each record in the files or in standard input."""
     for path in arguments.data or ["standard input"]:
-        values = placed_values(path) if arguments.data else None
+        values = iterate_values(path) if arguments.data else None
         if values is None:
             lines = read_text_lines(path) if arguments.data else _stdin_lines(path)
             first = next((line for line in lines if line.strip()), "")
@@ -110,7 +110,7 @@ def _read_records(arguments, fields):
                 continue
             hint = " (add --text if the lines are not JSON)"
             values = ((place, parse_json(line, place + hint)) for place, line in placed)
-        yield from named_records(objects(values, ()), fields)
+        yield from named_records(check_objects(values, ()), fields)
 
 
 def _stdin_lines(name):

@@ -38,7 +38,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 def _token_shards(arguments):
     from dtransformer import datasets
-    from dtransformer.datasets.sample import evenly_spread, texts_of
+    from dtransformer.datasets.sample import iterate_texts, sample_evenly
 
     if not arguments.input:
         raise InputError("--lm requires --input. Add files with text.")
@@ -55,7 +55,7 @@ def _token_shards(arguments):
         tokenizer = datasets.load_tokenizer(arguments.tokenizer)
     elif arguments.train_tokenizer:
         tokenizer = datasets.train_byte_level(
-            evenly_spread(texts_of(documents())), arguments.train_tokenizer
+            sample_evenly(iterate_texts(documents())), arguments.train_tokenizer
         )
     else:
         raise InputError(
@@ -66,8 +66,8 @@ def _token_shards(arguments):
         documents(), tokenizer, arguments.out, overwrite=arguments.overwrite, **size
     )
     left_out = ""
-    if shards.num_left_out:
-        left_out = f"; skipped {shards.num_left_out:,} documents with an empty part or no text"
+    if shards.num_skipped:
+        left_out = f"; skipped {shards.num_skipped:,} documents with an empty part or no text"
     print(
         f"{arguments.out}: {shards.num_tokens:,} tokens in {shards.num_documents:,} documents, "
         f"{len(shards.shard_sizes)} shards{left_out}"

@@ -4,12 +4,12 @@ import argparse
 import importlib
 import sys
 
-from dtransformer.cli.plan import device_of
-from dtransformer.errors import InputError, check_installed, shown
+from dtransformer.cli.plan import load_device
+from dtransformer.errors import InputError, check_installed, short_repr
 from dtransformer.planner import Cluster
 from dtransformer.planner.machine import this_device
 from dtransformer.runs.config import load_config
-from dtransformer.runs.depth import config_of_depth
+from dtransformer.runs.depth import make_depth_config
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.unread import check_read
 
@@ -54,8 +54,8 @@ def new(arguments: argparse.Namespace) -> None:
             raise InputError("--device and --devices require --depth. Add it.")
         text = new_config(arguments.task)
     else:
-        kind = device_of(device) if device else this_device(devices or 1)
-        text = config_of_depth(arguments.task, depth, Cluster(kind, devices or 1))
+        kind = load_device(device) if device else this_device(devices or 1)
+        text = make_depth_config(arguments.task, depth, Cluster(kind, devices or 1))
     print(text, end="")
 
 
@@ -66,5 +66,7 @@ def _steps(text):
     check_installed("tensorboard", "Profiles")
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise InputError(f"--profile must be a range of steps, such as 3-5, got {shown(text)}.")
+        raise InputError(
+            f"--profile must be a range of steps, such as 3-5, got {short_repr(text)}."
+        )
     return int(first), int(last)

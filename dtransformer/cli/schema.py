@@ -6,7 +6,7 @@ import json
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from dtransformer.runs.config import TRANSLATION, key_of
+from dtransformer.runs.config import TRANSLATION, yaml_key
 from dtransformer.runs.descriptions import field_descriptions
 from dtransformer.runs.options import SECTIONS
 
@@ -18,7 +18,7 @@ class _Generator(GenerateJsonSchema):
         fields = super().dataclass_schema(schema)["properties"]
         descriptions = field_descriptions(schema["cls"])
         properties = {
-            key_of(field): {**value, "description": descriptions[field]}
+            yaml_key(field): {**value, "description": descriptions[field]}
             for field, value in fields.items()
         }
         return {

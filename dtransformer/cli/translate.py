@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from dtransformer.datasets.text import read_pairs
-from dtransformer.errors import InputError, refusing
+from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
 from dtransformer.models.generation.text_generator import TextGenerator
@@ -50,7 +50,7 @@ def make_translator(
 
     search = config.search
     beam_size = search.beam_size if beam_size is None else beam_size
-    with refusing(kinds=ValueError):
+    with raise_as_input_error(kinds=ValueError):
         translator = TextGenerator(
             model,
             tokenizer,

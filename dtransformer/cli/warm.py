@@ -62,8 +62,8 @@ def _warm_policy(policy):
     network.generate(ids[:, :4], max_new_tokens=2)
     is_finite = bool(np.all(np.isfinite([np.ravel(loss)[0] for loss in losses])))
     text = f"{policy}: first steps and tokens took {time.monotonic() - start:.0f} s"
-    mend = "the loss is not finite; check whether other programs use the GPU"
-    return check("kernels", is_finite, text, mend)
+    fix = "the loss is not finite; check whether other programs use the GPU"
+    return check("kernels", is_finite, text, fix)
 
 
 def _megabytes(folder):

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
 from dtransformer.datasets.epochs import Epochs, cache_plan, check_shard
-from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.packing import plan_packed_batches, rows_per_batch
+from dtransformer.datasets.skipped_records import warn_skipped
 from dtransformer.errors import InputError, check_int
 
 Ids = tf.RaggedTensor | tuple[np.ndarray, np.ndarray]
@@ -62,7 +62,7 @@ class TranslationBatches(Epochs):
 
     Attributes:
         num_pairs: Number of pairs in use.
-        num_left_out: Number of pairs that are too long or empty.
+        num_skipped: Number of pairs that are too long or empty.
         max_tokens: Maximum number of tokens of one side of a global batch.
 
     Raises:
@@ -114,7 +114,7 @@ class TranslationBatches(Epochs):
         lengths = [np.diff(row_splits) for _, row_splits in self._ids]
         self._pairs = _usable_pairs(*lengths, max_length if training else None)
         self.num_pairs = len(self._pairs)
-        self.num_left_out = len(lengths[0]) - self.num_pairs
+        self.num_skipped = len(lengths[0]) - self.num_pairs
         longer = np.maximum(*lengths)[self._pairs]
         self._lengths = np.minimum(longer, max_length) + 1  # The start or end token.
         self._shard_index = shard_index
@@ -158,10 +158,10 @@ class TranslationBatches(Epochs):
     def _report_left_out(self, lengths, max_length, training):
         total = len(lengths[0])
         what = f"pairs are empty or longer than max_length={max_length} and are left out"
-        warn_left_out(self, self.num_left_out, total, what)
+        warn_skipped(self, self.num_skipped, total, what)
         if not training:
             cut = np.maximum(*lengths)[self._pairs] > max_length
-            warn_left_out(
+            warn_skipped(
                 self, int(cut.sum()), total, f"pairs are cut off at max_length={max_length}"
             )
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from dtransformer.datasets.chat_template import ChatTemplate
 from dtransformer.datasets.indexed_batches import IGNORED
-from dtransformer.datasets.records import Record, Turns, messages_of, text_of
-from dtransformer.datasets.tool_calls import tools_of
+from dtransformer.datasets.records import Record, Turns, check_messages, get_text
+from dtransformer.datasets.tool_calls import get_tools
 from dtransformer.errors import InputError
 
 Span = tuple[int, int]
@@ -38,7 +38,9 @@ class Rendered(NamedTuple):
     is_plain: bool
 
 
-def rendered(record: Record, template: ChatTemplate | None, train_on: str, place: str) -> Rendered:
+def render_record(
+    record: Record, template: ChatTemplate | None, train_on: str, place: str
+) -> Rendered:
     """Return the text of a record and the spans to train on.
 
     Args:
@@ -56,20 +58,20 @@ def rendered(record: Record, template: ChatTemplate | None, train_on: str, place
             names the place.
     """
     if "messages" in record:
-        turns = messages_of(record["messages"], place)
-        return conversation(turns, template, train_on, place, tools_of(record, place))
+        turns = check_messages(record["messages"], place)
+        return conversation(turns, template, train_on, place, get_tools(record, place))
     if isinstance(record.get("prompt"), list):
-        prompt = messages_of(record["prompt"], f"{place}, prompt")
+        prompt = check_messages(record["prompt"], f"{place}, prompt")
         prompt = [{**message, "train": False} for message in prompt]
-        turns = [*prompt, *messages_of(record.get("completion"), f"{place}, completion")]
-        return conversation(turns, template, train_on, place, tools_of(record, place))
+        turns = [*prompt, *check_messages(record.get("completion"), f"{place}, completion")]
+        return conversation(turns, template, train_on, place, get_tools(record, place))
     if "completion" in record:
-        prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
+        prompt, completion = (get_text(record, key, place) for key in ("prompt", "completion"))
         if not completion:
             raise InputError(f"{place}: `completion` is empty. Add a text or remove the record.")
         text = prompt + completion
         return Rendered(text, [(0 if train_on == "all" else len(prompt), len(text))], True)
-    text = text_of(record, "text", place)
+    text = get_text(record, "text", place)
     if not text:
         raise InputError(f"{place}: `text` is empty. Add a text or remove the record.")
     return Rendered(text, [(0, len(text))], True)
@@ -81,10 +83,10 @@ def conversation(
     """Return the text of messages and the spans to train on.
 
     Args:
-        messages: List of checked messages; see `messages_of`. Answers with `train: false` or
+        messages: List of checked messages; see `check_messages`. Answers with `train: false` or
             `weight: 0` are not trained unless `train_on` is `"all"`.
         template: Chat template. `None` raises an error.
-        train_on: See `rendered`.
+        train_on: See `render_record`.
         place: Origin of the conversation, for error messages.
         tools: List of tools; see `ChatTemplate.render`.
 
@@ -184,7 +186,7 @@ def _num_common(part, full_text):
     return next(differ, min(len(part), len(full_text)))
 
 
-def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+def label_spans(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
     """Return labels: the ids of tokens that overlap a span, `IGNORED` elsewhere.
 
     Some tokenizers place a token of white space as an empty range at its end. Such a token counts
@@ -200,7 +202,7 @@ def labels_of(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span])
 
     Example:
 
-    >>> labels_of([7, 8, 9, 6], [(0, 2), (2, 4), (6, 6), (8, 8)], [(3, 6)]).tolist()
+    >>> label_spans([7, 8, 9, 6], [(0, 2), (2, 4), (6, 6), (8, 8)], [(3, 6)]).tolist()
     [-100, 8, 9, -100]
     """
     token_ids = np.array(ids, np.int32)

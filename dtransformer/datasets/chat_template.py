@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from dtransformer.datasets.tool_calls import ParsedText
-from dtransformer.errors import InputError, check_installed, one_line, shown
+from dtransformer.errors import InputError, check_installed, short_repr, to_one_line
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 
@@ -160,7 +160,7 @@ class ChatTemplate:
             return "".join(parts)
         except Exception as error:  # A published template can fail in any way.
             raise InputError(
-                f"{self.name} fails for the messages {shown(messages)}: {_describe_error(error)}"
+                f"{self.name} fails for the messages {short_repr(messages)}: {_describe_error(error)}"
             ) from None
 
 
@@ -333,7 +333,7 @@ def _compile_template(environment, source):
 
 
 def _describe_error(error):
-    return f"{type(error).__name__}: {one_line(error, 120)}"
+    return f"{type(error).__name__}: {to_one_line(error, 120)}"
 
 
 def _content(token):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from dtransformer.datasets.text import refuse_sgm
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_rows
 from dtransformer.inputs.files import FilePath
 from dtransformer.inputs.json_file import parse_json
@@ -71,7 +71,7 @@ def read_documents(
 
 def _read_file(path, fields, boundary):
     names = [name for field in fields for name in field.split("+")]
-    values = placed_values(path, names)
+    values = iterate_values(path, names)
     if values is not None:
         return _documents_from_fields(values, names, fields)
     if len(fields) > 1:
@@ -79,10 +79,12 @@ def _read_file(path, fields, boundary):
             f"{path} is read as text, which has no fields {', '.join(fields)}. Give .jsonl, .arrow "
             "or .parquet files."
         )
-    return joined(iterate_lines(path), boundary, path)
+    return join_documents(iterate_lines(path), boundary, path)
 
 
-def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> Iterator[str]:
+def join_documents(
+    lines: Iterable[tuple[int, str]], boundary: str, path: FilePath
+) -> Iterator[str]:
     """Yield the documents that consecutive lines form.
 
     Args:
@@ -140,7 +142,7 @@ def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
         yield place, parse_json(line, place, MAX_DOCUMENT, checks_values=False)
 
 
-def placed_values(path: FilePath, columns: Sequence[str] | None = None) -> Iterator | None:
+def iterate_values(path: FilePath, columns: Sequence[str] | None = None) -> Iterator | None:
     """Return the values of a JSON, Arrow or Parquet file.
 
     Args:
@@ -165,7 +167,7 @@ def placed_values(path: FilePath, columns: Sequence[str] | None = None) -> Itera
     return None
 
 
-def objects(values: Iterable, names: Iterable[str]) -> Iterator[tuple[str, dict]]:
+def check_objects(values: Iterable, names: Iterable[str]) -> Iterator[tuple[str, dict]]:
     """Check that each value is a dict with all `names`, and yield the `(place, value)` tuples.
 
     Raises:
@@ -174,19 +176,20 @@ def objects(values: Iterable, names: Iterable[str]) -> Iterator[tuple[str, dict]
     for place, value in values:
         if not isinstance(value, dict):
             raise InputError(
-                f"{place}: Expected a JSON object, got {shown(value)}. Write one object per line."
+                f"{place}: Expected a JSON object, got {short_repr(value)}. Write one object per line."
             )
         for name in names:
             if name not in value:
-                available = shown(", ".join(value), 100)
+                available = short_repr(", ".join(value), 100)
                 raise InputError(
-                    f"{place} has no field {shown(name)}, only {available}. Set the name of the field."
+                    f"{place} has no field {short_repr(name)}, only {available}. Set the name of "
+                    "the field."
                 )
         yield place, value
 
 
 def _documents_from_fields(values, names, fields):
-    for place, value in objects(values, names):
+    for place, value in check_objects(values, names):
         yield _document({name: value[name] for name in names}, fields, place)
 
 
@@ -194,7 +197,9 @@ def _document(values, fields, place):
     """Return a string, or a list of parts if there are several fields. null is an empty text."""
     for name, value in values.items():
         if not isinstance(value, str | None):
-            raise InputError(f"{place}: {shown(name)} must be a text, got {shown(value)}.")
-        check_whole(value or "", f"{place}, {shown(name)}")
+            raise InputError(
+                f"{place}: {short_repr(name)} must be a text, got {short_repr(value)}."
+            )
+        check_whole(value or "", f"{place}, {short_repr(name)}")
     texts = ["\n".join(filter(None, map(values.get, field.split("+")))) for field in fields]
     return texts[0] if len(texts) == 1 else texts

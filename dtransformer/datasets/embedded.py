@@ -10,7 +10,7 @@ import pathlib
 import random
 
 from dtransformer.errors import InputError, check_int
-from dtransformer.files import adding_to
+from dtransformer.files import add_to_folder
 from dtransformer.inputs.files import check_path
 
 FILE = pathlib.Path(__file__).with_name("embedded.tsv.xz")
@@ -77,7 +77,7 @@ def write_corpus(
     folder = check_path(folder)
     pairs = iter(sentence_pairs(sum(sizes.values()), seed))
     paths = {}
-    with adding_to(folder, overwrite) as fresh:
+    with add_to_folder(folder, overwrite) as fresh:
         for name, size in sizes.items():
             split = [next(pairs) for _ in range(size)]
             for side, language in enumerate(("en", "fr")):

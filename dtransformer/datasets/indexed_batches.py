@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from dtransformer.datasets.batch_plan import check_rows
 from dtransformer.datasets.epochs import Epochs, check_shard
-from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import permuted
+from dtransformer.datasets.skipped_records import warn_skipped
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError, check_int
 
@@ -72,10 +72,10 @@ class IndexedBatches(Epochs):
             )
         same = {"length": length, "batch_size": batch_size, "data": shards.fingerprint}
         super().__init__(num_batches, seed, **same)
-        num_left_out = num_rows % batch_size if training else 0
-        warn_left_out(
+        num_skipped = num_rows % batch_size if training else 0
+        warn_skipped(
             self,
-            num_left_out,
+            num_skipped,
             num_rows,
             f"rows do not fill a batch of {batch_size} and are left out",
         )
@@ -91,12 +91,12 @@ class IndexedBatches(Epochs):
         self._local_rows = local_rows + -local_rows % pad_rows_to_multiple_of
 
     @abc.abstractmethod
-    def row(self, epoch: int, number: int) -> Example:
+    def row(self, epoch: int, index: int) -> Example:
         """Return the inputs and labels of a row, arrays without the batch dimension.
 
         Args:
             epoch: Integer. Index of the epoch, from 0.
-            number: Integer. Index of the row, from 0.
+            index: Integer. Index of the row, from 0.
         """
 
     @abc.abstractmethod

@@ -48,7 +48,7 @@ class InstructionBatches(RecordBatches):
 
     Attributes:
         num_rows: Number of rows of an epoch.
-        num_left_out: Number of documents left out because they are longer than a row.
+        num_skipped: Number of documents left out because they are longer than a row.
 
     Raises:
         InputError: If a document has no answer to its last prompt, all documents are longer than a
@@ -82,7 +82,7 @@ class InstructionBatches(RecordBatches):
         rows = [[_encode_document(shards, x, start, end)] for x in range(len(shards))]
         longer = "leave_out" if training else "cut"
         indices, rows = prepared_lengths(rows, length, longer, type(self).__name__, "documents")
-        self.num_left_out = len(shards) - len(indices)
+        self.num_skipped = len(shards) - len(indices)
         if not indices:
             raise InputError(
                 f"All {len(shards):,} documents have more than `{length=}` tokens. Increase `length`."

@@ -5,7 +5,7 @@ import bisect
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
-from dtransformer.datasets.left_out import warn_left_out
+from dtransformer.datasets.skipped_records import warn_skipped
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import check_int
 
@@ -144,7 +144,7 @@ class PackedDocuments(IndexedBatches):
         message = "and get it again" if is_added else "so it is not added to any document"
         where = "begin" if place.start is None else "end"
         what = f"sampled documents already {where} with the token {token_id}, {message}"
-        warn_left_out(self, num_with_token, len(sample), what)
+        warn_skipped(self, num_with_token, len(sample), what)
         return token_id if is_added else None
 
     def _empty_inputs(self):
@@ -188,7 +188,7 @@ class LanguageModelBatches(PackedDocuments):
         shard_index, num_shards: Index of this data rank and number of data ranks; see
             `dtransformer.data_shard`.
         pad_rows_to_multiple_of: Integer. Empty rows are added to this rank's rows of a batch until
-            their number is a multiple of it; see `dtransformer.rows_multiple_of`. Defaults to 1.
+            their number is a multiple of it; see `dtransformer.row_multiple`. Defaults to 1.
         training: Boolean. Whether to leave out rows that do not fill a batch. Otherwise each token
             counts, and empty rows fill the last batch. Defaults to `True`.
         add_start, add_end: Boolean. Whether to add the tokenizer's start and end tokens to
@@ -212,14 +212,14 @@ class LanguageModelBatches(PackedDocuments):
     (TensorShape([1, 8]), np.int32(1))
     """
 
-    def row(self, epoch: int, number: int) -> Example:
+    def row(self, epoch: int, index: int) -> Example:
         """Return the inputs and labels of a row.
 
         Returns:
             A tuple of `{"tokens": int32 [s], "segments": int32 [s]}` and the labels, int32 [s]: the
             next tokens, or `ignore_id` at the last position of a document and at padding.
         """
-        ids, segments = self._read(epoch, number, self.length + 1)
+        ids, segments = self._read(epoch, index, self.length + 1)
         inputs = {"tokens": ids[:-1], "segments": segments[:-1]}
         has_next = (segments[1:] == segments[:-1]) & (segments[:-1] > 0)
         return inputs, np.where(has_next, ids[1:], self.ignore_id).astype(np.int32)

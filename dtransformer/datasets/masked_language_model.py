@@ -36,7 +36,7 @@ class Masking:
     random_ids: np.ndarray
 
     @classmethod
-    def of(cls, shards: TokenShards, rate: float, mask_id: int | None) -> "Masking":
+    def from_shards(cls, shards: TokenShards, rate: float, mask_id: int | None) -> "Masking":
         """Return the masking for the tokenizer of token shards.
 
         Args:
@@ -81,10 +81,10 @@ class Masking:
         return masked, labels
 
 
-def row_generator(seed: int, epoch: int, number: int) -> np.random.Generator:
+def row_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     """Return the random generator of a row, which depends on seed, epoch and row index."""
     # NumPy treats the seeds [a, b] and [a, b, 0] as equal. The 1 separates rows from epochs.
-    return np.random.default_rng([seed, epoch, number, 1])
+    return np.random.default_rng([seed, epoch, index, 1])
 
 
 class MaskedLanguageModelBatches(PackedDocuments):
@@ -137,14 +137,14 @@ class MaskedLanguageModelBatches(PackedDocuments):
         mask_id: int | None = None,
         **options,
     ):
-        self._masking = Masking.of(shards, rate, mask_id)
+        self._masking = Masking.from_shards(shards, rate, mask_id)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
         super().__init__(shards, **options)
 
-    def row(self, epoch: int, number: int) -> Example:
+    def row(self, epoch: int, index: int) -> Example:
         """Return `{"tokens": int32 [s], "segments": int32 [s]}` and labels int32 [s] of a row."""
-        ids, segments = self._read(epoch, number, self.length)
-        ids, labels = self._masking(ids, row_generator(self._seed, epoch, number))
+        ids, segments = self._read(epoch, index, self.length)
+        ids, labels = self._masking(ids, row_generator(self._seed, epoch, index))
         labels[segments == 0] = self.ignore_id
         return {"tokens": ids, "segments": segments}, labels
 

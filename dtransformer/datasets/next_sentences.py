@@ -80,7 +80,7 @@ class NextSentenceBatches(IndexedBatches):
                 f"{shards.folder}: The tokenizer has no tokens for the beginning and end of a text. Use "
                 "one with `cls_id` and `sep_id`, or `start_id` and `end_id`."
             )
-        self._masking = Masking.of(shards, rate, mask_id)
+        self._masking = Masking.from_shards(shards, rate, mask_id)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
         self._shards = shards
         self._chunks = []  # One (starts, ends) tuple of part indices per shard.
@@ -92,10 +92,10 @@ class NextSentenceBatches(IndexedBatches):
         what = f"{len(shards):,} documents"
         super().__init__(shards, num_rows, what, length=length, **options)
 
-    def row(self, epoch: int, number: int) -> Example:
+    def row(self, epoch: int, index: int) -> Example:
         """Return the inputs and labels of a row, without the batch dimension."""
-        rng = row_generator(self._seed, epoch, number)
-        first, second, is_next = self._pair(number, rng)
+        rng = row_generator(self._seed, epoch, index)
+        first, second, is_next = self._pair(index, rng)
         first, second = truncate_pair(first, second, self.length - _NUM_SPECIAL, rng)
         ids = np.concatenate([[self._cls], first, [self._sep], second, [self._sep]])
         ids, labels = self._masking(ids.astype(np.int32), rng)

@@ -18,7 +18,7 @@ from dtransformer.datasets.chat_template import ChatTemplate
 from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.special_tokens import FILES, GENERATION, optional_fields
 from dtransformer.errors import InputError
-from dtransformer.files import adding_to
+from dtransformer.files import add_to_folder
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode, whole_texts
 
@@ -190,7 +190,7 @@ class BaseTokenizer:
         rows = [self._until_end(np.asarray(row, "int64")) for row in ids]
         return self._texts([row[(row >= 0) & (row < self.vocab_size)].tolist() for row in rows])
 
-    def ids_of_stop(self, text: str) -> list[int]:
+    def encode_stop(self, text: str) -> list[int]:
         """Return the ids of a stop text: one id if the text is a token, otherwise its encoding."""
         token_id = self._token_to_id(text)
         return self.encode([text]).to_list()[0] if token_id is None else [token_id]
@@ -320,7 +320,7 @@ class PublishedTokenizer(BaseTokenizer):
         Raises:
             InputError: If the folder cannot be written, or has different files with these names.
         """
-        with adding_to(folder) as fresh:
+        with add_to_folder(folder) as fresh:
             for name, data in self._files.items():
                 if self.template_source is None or name.parent.name != TEMPLATES:
                     (fresh / name).parent.mkdir(exist_ok=True)

@@ -7,9 +7,9 @@ import numpy as np
 
 from dtransformer.datasets.epochs import cache_plan
 from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatches
-from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
 from dtransformer.datasets.packing import packed_rows
+from dtransformer.datasets.skipped_records import warn_skipped
 
 _WINDOW = 4096  # Number of consecutive records of a mixture that are packed together.
 
@@ -58,14 +58,14 @@ class EncodedRecords:
         """Return the number of records."""
         return len(self.lengths)
 
-    def sequence(self, record: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def sequence(self, record: int, index: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids and the labels of a sequence, two int32 arrays [n].
 
         Args:
             record: Index of the record.
-            number: Index of the sequence in the record. Defaults to 0.
+            index: Index of the sequence in the record. Defaults to 0.
         """
-        place = record * self.num_sequences + number
+        place = record * self.num_sequences + index
         part = slice(self._starts[place], self._starts[place + 1])
         return self._ids[part], self._labels[part]
 
@@ -75,7 +75,7 @@ class EncodedRecords:
         return len(self._ids)
 
     @property
-    def learnt_share(self) -> float:
+    def labeled_fraction(self) -> float:
         """The fraction of tokens with a label."""
         return float((self._labels != -100).mean()) if len(self._labels) else 0.0
 
@@ -85,7 +85,7 @@ class RecordBatches(IndexedBatches):
 
     Args:
         records: The `EncodedRecords`.
-        form: Function `form(records, indices, length)` that returns the inputs, the labels and
+        build_row: Function `build_row(records, indices, length)` that returns the inputs, the labels and
             optionally the weights of a row. Without indices it returns an empty row. See
             `next_tokens` and `group_row`.
         length: Integer. Number of tokens of a row.
@@ -108,7 +108,7 @@ class RecordBatches(IndexedBatches):
     def __init__(
         self,
         records: EncodedRecords,
-        form: Callable[..., tuple],
+        build_row: Callable[..., tuple],
         *,
         length: int,
         sizes: Sequence[int] | None = None,
@@ -121,7 +121,7 @@ class RecordBatches(IndexedBatches):
         **options,
     ):
         self._records = records
-        self._form = form
+        self._form = build_row
         self._shuffles = training if shuffle is None else shuffle
         self._plan_seed = seed
         self._packed = packed
@@ -161,22 +161,22 @@ class RecordBatches(IndexedBatches):
             rows += packed_rows(sides, order[start : start + window], self._capacity, rng)
         return rows
 
-    def row(self, epoch: int, number: int) -> Example:
+    def row(self, epoch: int, index: int) -> Example:
         rows = self._plan(epoch)
         # An epoch of a mixture may have a few rows more or fewer than the first epoch.
-        indices = rows[number % len(rows)]
+        indices = rows[index % len(rows)]
         return self._form(self._records, indices, self.length)
 
     def empty_row(self) -> Example:
         return self._form(self._records, (), self.length)
 
 
-def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
+def next_tokens(records: EncodedRecords, indices: Sequence[int], length: int) -> tuple:
     """Return a row for a `CausalLM`: concatenated records with the next tokens as labels.
 
     Args:
         records: The `EncodedRecords`. The first sequence of each record is used.
-        numbers: Indices of the records of this row.
+        indices: Indices of the records of this row.
         length: Integer. Number of tokens s of the row. The last record is cut off if it does not
             fit.
 
@@ -189,7 +189,7 @@ def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) ->
     segments = np.zeros(length, np.int32)
     labels = np.full(length, IGNORED, np.int32)
     start = 0
-    for segment, index in enumerate(numbers, start=1):
+    for segment, index in enumerate(indices, start=1):
         ids, record_labels = (x[: length - start] for x in records.sequence(int(index)))
         end = start + len(ids)
         tokens[start:end] = ids
@@ -200,13 +200,13 @@ def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) ->
 
 
 def group_row(
-    records: EncodedRecords, numbers: Sequence[int], length: int, with_labels: bool = True
+    records: EncodedRecords, indices: Sequence[int], length: int, with_labels: bool = True
 ) -> tuple:
     """Return a row for a `GroupModel`: the k sequences of one record, its targets and its weight.
 
     Args:
         records: The `EncodedRecords`.
-        numbers: Index of the record, a sequence with one element, or empty for an empty row.
+        indices: Index of the record, a sequence with one element, or empty for an empty row.
         length: Integer. Number of tokens s of each sequence.
         with_labels: Boolean. Whether inputs contain labels. Defaults to `True`.
 
@@ -218,7 +218,7 @@ def group_row(
     tokens = np.full((k, length), records.pad_id, np.int32)
     segments = np.zeros_like(tokens)
     labels = np.full_like(tokens, IGNORED)
-    for index in numbers:
+    for index in indices:
         for side in range(k):
             ids, sequence_labels = records.sequence(int(index), side)
             tokens[side, : len(ids)] = ids
@@ -227,14 +227,14 @@ def group_row(
     inputs = {"tokens": tokens, "segments": segments}
     if with_labels:
         inputs["labels"] = labels
-    weight = np.float32(len(numbers) > 0)
-    return inputs, targets_of(records, numbers), weight
+    weight = np.float32(len(indices) > 0)
+    return inputs, get_targets(records, indices), weight
 
 
-def targets_of(records: EncodedRecords, numbers: Sequence[int]) -> np.ndarray:
+def get_targets(records: EncodedRecords, indices: Sequence[int]) -> np.ndarray:
     """Return the targets of a row's record, float32 [t], or zeros for an empty row."""
-    if len(numbers):
-        return records.targets[int(numbers[0])]
+    if len(indices):
+        return records.targets[int(indices[0])]
     return np.zeros(records.targets.shape[1:], np.float32)
 
 
@@ -260,10 +260,10 @@ def prepared_lengths(
     reason = f"{what} are longer than {length} tokens and are"
     if longer == "cut":
         lost = list(map(_has_lost_answer, rows, cut))
-        warn_left_out(owner, sum(is_long) - sum(lost), len(rows), f"{reason} cut off")
+        warn_skipped(owner, sum(is_long) - sum(lost), len(rows), f"{reason} cut off")
         is_long = lost
         reason = f"{what} would lose an answer if cut to {length} tokens and are"
-    warn_left_out(owner, sum(is_long), len(rows), f"{reason} left out. Increase `data.length`")
+    warn_skipped(owner, sum(is_long), len(rows), f"{reason} left out. Increase `data.length`")
     indices = [i for i, long in enumerate(is_long) if not long]
     return indices, [cut[i] for i in indices]
 

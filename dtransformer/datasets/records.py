@@ -16,10 +16,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from dtransformer.datasets.documents import objects, placed_values, read_documents
+from dtransformer.datasets.documents import check_objects, iterate_values, read_documents
 from dtransformer.datasets.text import read_pairs
 from dtransformer.datasets.tool_calls import parsed_calls
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.inputs.files import FilePath
 from dtransformer.inputs.json_file import check_json
 from dtransformer.inputs.text import check_whole
@@ -69,7 +69,7 @@ def read_records(
             (f"{path}, line {line_number}", {"prompt": source, "completion": text})
             for line_number, (source, text) in enumerate(pairs, start=1)
         )
-    elif (values := placed_values(path)) is not None:
+    elif (values := iterate_values(path)) is not None:
         placed = values
     elif name.endswith(_TABLES):
         raise InputError(
@@ -79,7 +79,7 @@ def read_records(
     else:
         texts = enumerate(read_documents([path]), start=1)
         placed = ((f"{path}, document {index}", {"text": text}) for index, text in texts)
-    yield from named_records(objects(placed, fields.values()), fields)
+    yield from named_records(check_objects(placed, fields.values()), fields)
 
 
 def named_records(values: Iterable, fields: Mapping) -> Iterator[tuple[str, Record]]:
@@ -119,7 +119,7 @@ def _convert_conversation(record, place):
             for message in messages[:1]
         ):
             raise InputError(f"{place} has `system` and also a system message. Remove one of them.")
-        messages = [{"role": "system", "content": text_of(record, "system", place)}, *messages]
+        messages = [{"role": "system", "content": get_text(record, "system", place)}, *messages]
     rest = {key: x for key, x in record.items() if key not in _REPLACED_FIELDS}
     return {**rest, "messages": messages}
 
@@ -129,10 +129,10 @@ def _from_alpaca(record, place):
     pairs = record.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(x, list) and len(x) == 2 for x in pairs):
         raise InputError(
-            f"{place}: `history` must be a list of pairs of texts, got {shown(pairs)}."
+            f"{place}: `history` must be a list of pairs of texts, got {short_repr(pairs)}."
         )
-    parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
-    texts = [*itertools.chain(*pairs), "\n".join(parts), text_of(record, "output", place)]
+    parts = [get_text(record, key, place) for key in ("instruction", "input") if record.get(key)]
+    texts = [*itertools.chain(*pairs), "\n".join(parts), get_text(record, "output", place)]
     return [
         {"role": r, "content": x} for r, x in zip(itertools.cycle(("user", "assistant")), texts)
     ]
@@ -142,13 +142,13 @@ def _from_sharegpt(turn, place):
     if not isinstance(turn, dict) or str(turn.get("from")) not in _SHAREGPT:
         raise InputError(
             f"{place}: A turn of `conversations` must have `value` and `from`, one of "
-            f"{', '.join(_SHAREGPT)}, got {shown(turn)}."
+            f"{', '.join(_SHAREGPT)}, got {short_repr(turn)}."
         )
     other_fields = {k: x for k, x in turn.items() if k not in ("from", "value")}
     return {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **other_fields}
 
 
-def text_of(record: Mapping, key: str, place: str) -> str:
+def get_text(record: Mapping, key: str, place: str) -> str:
     """Return the string `record[key]`.
 
     Raises:
@@ -157,9 +157,9 @@ def text_of(record: Mapping, key: str, place: str) -> str:
     """
     value = record.get(key)
     if not isinstance(value, str):
-        keys = shown(", ".join(record), 100)
+        keys = short_repr(", ".join(record), 100)
         problem = (
-            f"must be a text, got {shown(value)}"
+            f"must be a text, got {short_repr(value)}"
             if key in record
             else f"is missing; the record has {keys}"
         )
@@ -168,7 +168,7 @@ def text_of(record: Mapping, key: str, place: str) -> str:
     return value
 
 
-def number_of(record: Mapping, key: str, place: str) -> float:
+def get_number(record: Mapping, key: str, place: str) -> float:
     """Return the number `record[key]` as a float.
 
     Raises:
@@ -176,11 +176,11 @@ def number_of(record: Mapping, key: str, place: str) -> float:
     """
     value = record.get(key)
     if type(value) not in (int, float) or not abs(value) < math.inf:
-        raise InputError(f"{place}: `{key}` must be a finite number, got {shown(value)}.")
+        raise InputError(f"{place}: `{key}` must be a finite number, got {short_repr(value)}.")
     return float(value)
 
 
-def messages_of(value: Any, place: str) -> Turns:
+def check_messages(value: Any, place: str) -> Turns:
     """Check the messages of a conversation and return copies of them.
 
     Keys without a value are left out. Arguments of tool calls that are JSON text, as in OpenAI's
@@ -199,7 +199,7 @@ def messages_of(value: Any, place: str) -> Turns:
     """
     if not isinstance(value, list) or not value:
         raise InputError(
-            f"{place}: Expected a list of messages with `role` and `content`, got {shown(value)}."
+            f"{place}: Expected a list of messages with `role` and `content`, got {short_repr(value)}."
         )
     return [
         _checked_message(message, f"{place}, message {index}")
@@ -210,18 +210,21 @@ def messages_of(value: Any, place: str) -> Turns:
 def _checked_message(message, place):
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise InputError(
-            f"{place} must have `content` and `role`, one of {', '.join(ROLES)}, got {shown(message)}."
+            f"{place} must have `content` and `role`, one of {', '.join(ROLES)}, got "
+            f"{short_repr(message)}."
         )
     message = {key: x for key, x in message.items() if x is not None}
     content = message.get("content")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise InputError(f"{place}: `content` must be a text, got {shown(content)}.")
+        raise InputError(f"{place}: `content` must be a text, got {short_repr(content)}.")
     if message.get("train", True) not in (True, False):
-        raise InputError(f"{place}: `train` must be true or false, got {shown(message['train'])}.")
+        raise InputError(
+            f"{place}: `train` must be true or false, got {short_repr(message['train'])}."
+        )
     if message.get("weight", 1) not in (0, 1):
         raise InputError(
             f"{place}: `weight` must be 1, or 0 to exclude the message from training, got "
-            f"{shown(message['weight'])}."
+            f"{short_repr(message['weight'])}."
         )
     if calls := message.get("tool_calls"):
         message["tool_calls"] = parsed_calls(calls, f"{place}, tool_calls")
@@ -229,7 +232,7 @@ def _checked_message(message, place):
     return message
 
 
-def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
+def get_preference(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
     """Return the prompt, the chosen answer and the rejected answer of a record.
 
     Without a `prompt`, the prompt consists of the first messages that both answers share.
@@ -246,16 +249,16 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
     sides = [record.get(key) for key in _SIDES]
     if all(isinstance(side, str) for side in sides):
         prompt = record.get("prompt")
-        sides = [text_of(record, x, place) for x in _SIDES]
+        sides = [get_text(record, x, place) for x in _SIDES]
         if isinstance(prompt, list):
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in sides)
-            return messages_of(prompt, place), chosen, rejected
-        return text_of(record, "prompt", place), *sides
-    chosen, rejected = (messages_of(side, f"{place}, {key}") for side, key in zip(sides, _SIDES))
+            return check_messages(prompt, place), chosen, rejected
+        return get_text(record, "prompt", place), *sides
+    chosen, rejected = (check_messages(side, f"{place}, {key}") for side, key in zip(sides, _SIDES))
     if "prompt" in record:
         prompt = record["prompt"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt = messages_of(prompt, f"{place}, prompt")
+        prompt = check_messages(prompt, f"{place}, prompt")
         common = len(prompt)
         if chosen[:common] != prompt or rejected[:common] != prompt:
             if {chosen[0]["role"], rejected[0]["role"]} & {"system", "user"}:

@@ -17,7 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dtransformer.datasets.published_tokenizer import PublishedTokenizer
 from dtransformer.datasets.special_tokens import CONFIG, special_tokens
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 
 _DEFAULT_TOKENS = {"pad": "<pad>", "unk": "<unk>", "start": "<s>", "end": "</s>"}
 # Tokenizer classes: whether their texts have a start id and an end id. Other classes shift the ids.
@@ -77,8 +77,8 @@ class SentencePieceTokenizer(PublishedTokenizer):
         name = kind.removesuffix("Fast") if isinstance(kind, str) else kind
         if name not in _CLASSES:
             raise InputError(
-                f"{path.parent / CONFIG}: {shown(kind)} uses other ids than its .model file. Put the "
-                "model's tokenizer.json into the folder."
+                f"{path.parent / CONFIG}: {short_repr(kind)} uses other ids than its .model file. "
+                "Put the model's tokenizer.json into the folder."
             )
         self._repeats_prefix = name == "T5Tokenizer" or config.get("legacy") is True
         added = map(int, config.get("added_tokens_decoder") or ())
@@ -97,8 +97,8 @@ class SentencePieceTokenizer(PublishedTokenizer):
             text = token.get("content") if isinstance(token, dict) else token
             if self._ids.get(text) != int(token_id):
                 raise InputError(
-                    f"{self._path.parent / CONFIG}: `added_tokens_decoder` has {shown(text)}, which "
-                    f"is not in {self._path.name}. Put the model's tokenizer.json into the folder."
+                    f"{self._path.parent / CONFIG}: `added_tokens_decoder` has {short_repr(text)}, "
+                    f"which is not in {self._path.name}. Put the model's tokenizer.json into the folder."
                 )
 
     def _token_to_id(self, token):

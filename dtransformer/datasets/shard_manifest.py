@@ -82,11 +82,11 @@ class Shard(typing.NamedTuple):
     parts: np.ndarray | None
 
 
-def shard_file(number: int, kind: str) -> str:
+def shard_file(index: int, kind: str) -> str:
     """Return the file name of an array of a shard.
 
     Args:
-        number: Index of the shard, from 0.
+        index: Index of the shard, from 0.
         kind: `"tokens"`, `"documents"` or `"parts"`.
 
     Example:
@@ -94,7 +94,7 @@ def shard_file(number: int, kind: str) -> str:
     >>> shard_file(3, "tokens")
     'shard-00003.tokens.npy'
     """
-    return f"shard-{number:05d}.{kind}.npy"
+    return f"shard-{index:05d}.{kind}.npy"
 
 
 def read_manifest(folder: FilePath) -> dict:
@@ -146,13 +146,13 @@ def fingerprint(manifest: dict) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
+def open_shard(folder: FilePath, manifest: dict, index: int) -> Shard:
     """Map the arrays of a shard into memory and check their types, shapes and bounds.
 
     Args:
         folder: Path of the folder.
         manifest: Dict that `read_manifest` returned.
-        number: Index of the shard, from 0.
+        index: Index of the shard, from 0.
 
     Returns:
         A `Shard`. Its tokens are read from disk on access.
@@ -160,14 +160,14 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
     Raises:
         InputError: If a file is missing or contradicts the manifest.
     """
-    sizes = manifest["shards"][number]
+    sizes = manifest["shards"][index]
     dtype = manifest["dtype"]
     lengths = {"tokens": sizes["tokens"], "documents": sizes["documents"] + 1}
     if sizes["parts"] is not None:
         lengths["parts"] = sizes["parts"] + 1
     arrays = {}
     for kind, length in lengths.items():
-        path = inside(folder, shard_file(number, kind))
+        path = inside(folder, shard_file(index, kind))
         array = _map_array(path)
         if array.dtype != (dtype if kind == "tokens" else "int64") or array.shape != (length,):
             raise InputError(

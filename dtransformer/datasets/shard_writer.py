@@ -66,7 +66,7 @@ def write_token_shards(
             "vocab_size": tokenizer.vocab_size,
             "special_ids": {name: int(value) for name, value in ids.items() if value is not None},
             "tokenizer": digest,
-            "left_out": files.num_left_out,
+            "left_out": files.num_skipped,
             "shards": files.shards,
         }
         shard_manifest.write_manifest(fresh, manifest)
@@ -151,12 +151,12 @@ class ShardFiles:
 
     Attributes:
         shards: List of manifest entries, one for each shard written so far.
-        num_left_out: Number of documents without a token, or with a part without a token.
+        num_skipped: Number of documents without a token, or with a part without a token.
     """
 
     def __init__(self, folder: pathlib.Path, dtype: str, shard_tokens: int):
         self.shards = []
-        self.num_left_out = 0
+        self.num_skipped = 0
         self._folder = folder
         self._dtype = dtype
         self._limit = shard_tokens
@@ -184,7 +184,7 @@ class ShardFiles:
             start = int(ends[first])
             end = int(ends[last])
             if first == last or not lengths[first:last].all():
-                self.num_left_out += 1
+                self.num_skipped += 1
                 continue
             self._tokens.append(ids[start:end].astype(self._dtype))
             self._parts += (ends[first + 1 : last + 1] - start + self._size).tolist()

@@ -92,14 +92,14 @@ class SpanCorruptionBatches(PackedDocuments):
         super().__init__(shards, length=text, **{"add_start": False, **options})
         self.start_id = self.pad_id if start_id is None else start_id
 
-    def row(self, epoch: int, number: int) -> Example:
+    def row(self, epoch: int, index: int) -> Example:
         """Return the inputs and labels of a row, without the batch dimension."""
-        ids, segments = self._read(epoch, number, self.length)
+        ids, segments = self._read(epoch, index, self.length)
         ids = ids[segments > 0]
         inputs, labels = self.empty_row()
         if len(ids) < 2:  # The last row of an evaluation may be too short.
             return inputs, labels
-        spans = random_spans(len(ids), *self._spans, row_generator(self._seed, epoch, number))
+        spans = random_spans(len(ids), *self._spans, row_generator(self._seed, epoch, index))
         source = []
         target = []
         for sentinel, (start, end, next_start) in zip(self._sentinels, spans):

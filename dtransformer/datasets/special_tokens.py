@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Callable
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.inputs.json_file import read_object
 
 CONFIG = "tokenizer_config.json"
@@ -44,8 +44,8 @@ def special_tokens(
         ids[attribute] = token_to_id(named) if isinstance(named, str) else None
         if token and ids[attribute] is None:
             raise InputError(
-                f"{folder / CONFIG}: `{hf_name}_token` is {shown(token)}, which the tokenizer lacks. "
-                "Use the files of a single model."
+                f"{folder / CONFIG}: `{hf_name}_token` is {short_repr(token)}, which the tokenizer "
+                "lacks. Use the files of a single model."
             )
     ends = [*_end_ids_in(folder / GENERATION), *_end_ids_in(folder / _MODEL), ids["end"]]
     named = {f"{name}_id": token_id for name, token_id in ids.items()}
@@ -59,7 +59,7 @@ def _end_ids_in(path):
     ids = [token_id for token_id in ids if token_id is not None]
     if any(type(token_id) is not int or token_id < 0 for token_id in ids):
         raise InputError(
-            f"{path}: `eos_token_id` must be an id or a list of ids, got {shown(value)}."
+            f"{path}: `eos_token_id` must be an id or a list of ids, got {short_repr(value)}."
         )
     return ids
 

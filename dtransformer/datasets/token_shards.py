@@ -36,7 +36,7 @@ class TokenShards:
         num_documents, num_tokens: Number of documents and tokens of all shards.
         shard_sizes: List of `(num_documents, num_tokens)` tuples, one for each shard.
         has_parts: Whether documents have parts, such as sentences, or prompts and answers.
-        num_left_out: Number of documents without a token, or with a part without a token, that were
+        num_skipped: Number of documents without a token, or with a part without a token, that were
             not written.
         vocab_size: Number of ids of the tokenizer.
         special_ids: Dict of the ids of its special tokens, such as `{"pad": 0, "start": 2}`.
@@ -74,7 +74,7 @@ class TokenShards:
         self.num_tokens = sum(shard["tokens"] for shard in shards)
         self.shard_sizes = [(shard["documents"], shard["tokens"]) for shard in shards]
         self.has_parts = shards[0]["parts"] is not None
-        self.num_left_out = self._manifest["left_out"]
+        self.num_skipped = self._manifest["left_out"]
         self.vocab_size = self._manifest["vocab_size"]
         self.special_ids = dict(self._manifest["special_ids"])
         self.fingerprint = shard_manifest.fingerprint(self._manifest)
@@ -106,26 +106,26 @@ class TokenShards:
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[index] for index in range(len(self)))
 
-    def parts(self, number: int) -> list[np.ndarray]:
+    def parts(self, index: int) -> list[np.ndarray]:
         """Return the ids of each part of a document, a list of int32 arrays.
 
         A document without parts has one part.
         """
-        tokens, bounds = self.part_bounds(number)
+        tokens, bounds = self.part_bounds(index)
         return [self.ids(tokens[a:b]) for a, b in itertools.pairwise(bounds)]
 
-    def part_bounds(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def part_bounds(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a document's shard and the bounds of the document's parts in them.
 
         Args:
-            number: Index of the document, which has n parts. A document without parts counts as one
+            index: Index of the document, which has n parts. A document without parts counts as one
                 part.
 
         Returns:
             A `(tokens, bounds)` tuple: uint [T], not yet read from disk, and int64 [n + 1]. Part i
             is `tokens[bounds[i]:bounds[i + 1]]`.
         """
-        shard, start, end = self._locate(number)
+        shard, start, end = self._locate(index)
         if shard.parts is None:
             return shard.tokens, np.array([start, end])
         return shard.tokens, shard.parts[slice(*np.searchsorted(shard.parts, [start, end + 1]))]

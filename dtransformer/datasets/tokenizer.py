@@ -34,9 +34,9 @@ from dtransformer.datasets.published_form import (
 )
 from dtransformer.datasets.published_tokenizer import BaseTokenizer
 from dtransformer.datasets.special_tokens import CONFIG, optional_fields
-from dtransformer.datasets.vocabulary import characters_of, check_vocabulary, learn_vocabulary
+from dtransformer.datasets.vocabulary import check_vocabulary, get_characters, learn_vocabulary
 from dtransformer.errors import InputError
-from dtransformer.files import adding_to
+from dtransformer.files import add_to_folder
 from dtransformer.inputs.files import MEBIBYTE, check_path
 from dtransformer.inputs.json_file import read_json
 
@@ -128,7 +128,7 @@ class SubwordTokenizer(BaseTokenizer):
         Raises:
             InputError: If the folder cannot be written or contains another tokenizer.
         """
-        with adding_to(folder) as fresh:
+        with add_to_folder(folder) as fresh:
             for name, content in ((FILE, self._fields()), (CONFIG, config_fields() | _CONFIG_MARK)):
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 (fresh / name).write_text(text + "\n", encoding="utf-8", newline="")
@@ -173,7 +173,7 @@ class SubwordTokenizer(BaseTokenizer):
         return is_marked or (folder / _LEGACY_FILE).is_file()
 
     def _fields(self):
-        return tokenizer_fields(self.vocabulary, characters_of(self.vocabulary), self.lower_case)
+        return tokenizer_fields(self.vocabulary, get_characters(self.vocabulary), self.lower_case)
 
     @functools.cached_property
     def _library(self):

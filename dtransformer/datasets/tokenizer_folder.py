@@ -9,7 +9,7 @@ from dtransformer.datasets.published_tokenizer import PublishedTokenizer
 from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer
 from dtransformer.datasets.special_tokens import special_tokens
 from dtransformer.datasets.tokenizer import FILE, SubwordTokenizer
-from dtransformer.errors import InputError, one_line
+from dtransformer.errors import InputError, to_one_line
 from dtransformer.inputs.files import MEBIBYTE, check_path, read_bytes
 from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.text import decode
@@ -78,7 +78,7 @@ class JsonTokenizer(PublishedTokenizer):
             self._library = tokenizers.Tokenizer.from_str(decode(data, path))
         except Exception as error:  # The library raises plain exceptions.
             raise InputError(
-                f"{path} is not a valid file of the library `tokenizers` ({one_line(error, 160)}). "
+                f"{path} is not a valid file of the library `tokenizers` ({to_one_line(error, 160)}). "
                 "Copy it again."
             ) from None
         self._library.no_padding()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.inputs.files import FilePath
 from dtransformer.inputs.json_file import check_json, parse_json, read_json
 
@@ -24,7 +24,7 @@ class ParsedText(dict):
     def __init__(self, text: str, place: str):
         fields = parse_json(text, place) if text.strip() else {}
         if not isinstance(fields, dict):
-            raise InputError(f"{place} must be the JSON text of an object, got {shown(text)}.")
+            raise InputError(f"{place} must be the JSON text of an object, got {short_repr(text)}.")
         super().__init__(fields)
         self._text = text
 
@@ -32,7 +32,7 @@ class ParsedText(dict):
         return self._text
 
 
-def tools_of(record: Mapping, place: str) -> list:
+def get_tools(record: Mapping, place: str) -> list:
     """Return the list of tools of a record. A record without tools gives an empty list.
 
     Raises:
@@ -74,6 +74,6 @@ def _objects(value, place):
     if isinstance(value, str):
         value = parse_json(value, place) or []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise InputError(f"{place} must be a list of objects, got {shown(value)}.")
+        raise InputError(f"{place} must be a list of objects, got {short_repr(value)}.")
     check_json(value, place)
     return value

@@ -19,11 +19,11 @@ from dtransformer.datasets.published_form import (
     build_tokenizer,
     tokenizer_fields,
 )
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.inputs.text import whole_texts
 
 
-def characters_of(vocabulary: Sequence[str]) -> list[str]:
+def get_characters(vocabulary: Sequence[str]) -> list[str]:
     """Return a sorted list of the characters that are pieces of a vocabulary."""
     pieces = vocabulary[len(SPECIAL_PIECES) :]
     return sorted(piece for piece in pieces if len(piece) == 1 and piece != SPACE)
@@ -39,17 +39,17 @@ def check_vocabulary(vocabulary: tuple[str, ...]) -> None:
     if vocabulary[: len(SPECIAL_PIECES)] != SPECIAL_PIECES:
         raise InputError(
             f"A vocabulary must begin with {' '.join(SPECIAL_PIECES)}, got "
-            f"{shown(' '.join(vocabulary[: len(SPECIAL_PIECES)]))}. Use one from "
+            f"{short_repr(' '.join(vocabulary[: len(SPECIAL_PIECES)]))}. Use one from "
             "`SubwordTokenizer.train`."
         )
-    characters = {*characters_of(vocabulary), SPACE}
+    characters = {*get_characters(vocabulary), SPACE}
     seen = {*SPECIAL_PIECES}
     for piece in vocabulary[len(SPECIAL_PIECES) :]:
         text = piece.removeprefix(INSIDE)
         if piece in seen or not text or not characters.issuperset(text):
             raise InputError(
-                f"Piece {shown(piece)} is repeated, empty or contains characters that are not pieces. "
-                "The vocabulary is damaged; copy it again."
+                f"Piece {short_repr(piece)} is repeated, empty or contains characters that are not "
+                "pieces. The vocabulary is damaged; copy it again."
             )
         seen.add(piece)
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from dtransformer.errors import InputError, check_installed, one_line, shown
+from dtransformer.errors import InputError, check_installed, short_repr, to_one_line
 from dtransformer.inputs.files import FilePath, opened
 
 PARQUET = (".parquet",)
@@ -32,7 +32,9 @@ def iterate_rows(
         is_parquet = str(path).lower().endswith(PARQUET)
         batches, names = _parquet(file) if is_parquet else _arrow(file)
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise InputError(f"{path} has two columns {shown(repeated[0])}. Rename one of them.")
+            raise InputError(
+                f"{path} has two columns {short_repr(repeated[0])}. Rename one of them."
+            )
         available = columns if set(columns or ()) <= set(names) else None
         row_number = 1
         for batch in batches(available):
@@ -89,7 +91,7 @@ def _raise_as_input_error(path):
     try:
         yield
     except (pyarrow.ArrowException, UnicodeDecodeError, ArithmeticError, KeyError) as error:
-        reason = one_line(error, 100)
+        reason = to_one_line(error, 100)
         raise InputError(
             f"{path} is damaged or not an Arrow or Parquet file ({reason}). Copy it again."
         ) from None

@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from dtransformer.errors import InputError, one_line, shown
-from dtransformer.files import replacing
+from dtransformer.errors import InputError, short_repr, to_one_line
+from dtransformer.files import atomic_write
 
 _MEMORY = pathlib.Path("/proc/meminfo")
 _GROUP = pathlib.Path("/sys/fs/cgroup")
@@ -73,15 +73,17 @@ def check_path(path: FilePath, what: str = "path") -> pathlib.Path:
         data = os.fsencode(path)
     except UnicodeEncodeError:
         raise InputError(
-            f"{what} {shown(os.fspath(path))} has half of a surrogate pair. Rename it in UTF-8."
+            f"{what} {short_repr(os.fspath(path))} has half of a surrogate pair. Rename it in UTF-8."
         ) from None
     longest = max(map(len, data.split(b"/")))
     if not data or b"\0" in data:
-        raise InputError(f"{what} {shown(os.fspath(path))} must be a nonempty path without NUL.")
+        raise InputError(
+            f"{what} {short_repr(os.fspath(path))} must be a nonempty path without NUL."
+        )
     if len(data) > MAX_PATH or longest > MAX_NAME:
         raise InputError(
-            f"{what} {shown(os.fspath(path))} is too long: {len(data)} bytes (at most {MAX_PATH}), its "
-            f"longest name {longest} (at most {MAX_NAME}). Use a shorter path."
+            f"{what} {short_repr(os.fspath(path))} is too long: {len(data)} bytes (at most "
+            f"{MAX_PATH}), its longest name {longest} (at most {MAX_NAME}). Use a shorter path."
         )
     return pathlib.Path(path)
 
@@ -118,7 +120,7 @@ def inside(folder: FilePath, name: str) -> pathlib.Path:
     try:
         check_name(name)
     except ValueError as error:
-        raise InputError(f"{folder}: {shown(name)} is invalid: {error}.") from None
+        raise InputError(f"{folder}: {short_repr(name)} is invalid: {error}.") from None
     path = pathlib.Path(folder) / name
     if os.path.realpath(path) != os.path.join(os.path.realpath(folder), name):
         raise InputError(f"{path} is a link or leads through one. Put the file itself there.")
@@ -234,7 +236,7 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
                 yield chunk
     except (zlib.error, gzip.BadGzipFile, EOFError) as error:
         raise InputError(
-            f"{name} is not a complete gzip file ({one_line(error, 80)}). Copy or compress it again."
+            f"{name} is not a complete gzip file ({to_one_line(error, 80)}). Copy or compress it again."
         ) from None
 
 
@@ -248,5 +250,5 @@ def write_text_atomically(path: FilePath, text: str) -> None:
     Raises:
         InputError: If the file cannot be written.
     """
-    with replacing(check_path(path), parents=True) as fresh:
+    with atomic_write(check_path(path), parents=True) as fresh:
         fresh.write_text(text, encoding="utf-8", newline="")

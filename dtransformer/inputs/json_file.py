@@ -6,7 +6,7 @@ import re
 
 import pydantic
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.inputs.files import MEBIBYTE, FilePath, read_bytes
 from dtransformer.inputs.text import decode, describe_invalid_character
 
@@ -44,7 +44,7 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
         itself. `description` is a text such as "must be at least 1, got 0".
     """
     first, *others = error.errors(include_url=False)
-    place = ".".join(shown(part).strip("'") for part in first["loc"])
+    place = ".".join(short_repr(part).strip("'") for part in first["loc"])
     if first["type"] == "missing":
         return place, "is missing"
     if first["type"] == "value_error":
@@ -59,7 +59,7 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
     names = re.findall("'([^']+)'", expected)
     close = difflib.get_close_matches(str(first["input"])[:_MAX_NAME], names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    return place, f"{expected}, got {shown(first['input'])}{hint}"
+    return place, f"{expected}, got {short_repr(first['input'])}{hint}"
 
 
 def _expected(error):
@@ -91,7 +91,7 @@ def read_object(path: FilePath) -> dict:
     """
     content = read_json(path)
     if not isinstance(content, dict):
-        raise InputError(f"{path} must contain a JSON object, got {shown(content)}.")
+        raise InputError(f"{path} must contain a JSON object, got {short_repr(content)}.")
     return content
 
 

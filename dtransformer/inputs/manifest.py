@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field, JsonValue, Strict
 
-from dtransformer.errors import one_line
+from dtransformer.errors import to_one_line
 from dtransformer.inputs.files import check_name
 from dtransformer.inputs.json_file import STRICT
 
@@ -23,7 +23,7 @@ _ITEM_BYTES = {
 
 
 def _printable(text):
-    if not text or one_line(text, None) != text:
+    if not text or to_one_line(text, None) != text:
         raise ValueError("expected a name without control characters")
     return text
 

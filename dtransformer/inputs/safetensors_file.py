@@ -14,7 +14,7 @@ import pathlib
 import numpy as np
 import safetensors
 
-from dtransformer.errors import InputError, one_line, shown
+from dtransformer.errors import InputError, short_repr, to_one_line
 from dtransformer.inputs.conversion import FLOATS
 from dtransformer.inputs.files import FilePath, opened
 from dtransformer.inputs.json_file import parse_json
@@ -52,7 +52,7 @@ class SafetensorsFile:
                 with safetensors.safe_open(path, "np"):
                     length = int.from_bytes(file.read(8), "little")
             except (safetensors.SafetensorError, OSError) as error:
-                reason = one_line(str(error).removeprefix(_ERROR_PREFIX), 100)
+                reason = to_one_line(str(error).removeprefix(_ERROR_PREFIX), 100)
                 raise InputError(
                     f"{path} is not a safetensors file, or its header is damaged ({reason}). Copy it "
                     "again."
@@ -66,9 +66,9 @@ class SafetensorsFile:
             is_array = len(entry["shape"]) <= _MAX_DIMENSIONS and max([0, *entry["shape"]]) < 2**48
             if entry["dtype"] not in _TYPES or not is_array:
                 raise InputError(
-                    f"{path}: {shown(name)} is {shown(entry['dtype'])} with {len(entry['shape'])} "
-                    f"dimensions, expected {', '.join(_TYPES)} with at most {_MAX_DIMENSIONS} "
-                    "dimensions that fit into memory."
+                    f"{path}: {short_repr(name)} is {short_repr(entry['dtype'])} with "
+                    f"{len(entry['shape'])} dimensions, expected {', '.join(_TYPES)} with at most "
+                    f"{_MAX_DIMENSIONS} dimensions that fit into memory."
                 )
 
     def __getitem__(self, name: str) -> np.ndarray:

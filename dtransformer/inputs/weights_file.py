@@ -6,7 +6,7 @@ import zipfile
 import h5py
 import numpy as np
 
-from dtransformer.errors import InputError, one_line
+from dtransformer.errors import InputError, to_one_line
 from dtransformer.inputs.files import MEBIBYTE, FilePath, opened
 from dtransformer.inputs.json_file import MAX_BYTES, parse_json
 
@@ -38,11 +38,11 @@ def load_weights(network, path: FilePath, **options) -> None:
         raise
     except Exception as error:  # HDF5, Keras and TensorFlow raise many kinds of errors.
         raise InputError(
-            f"{path}: These weights are damaged or belong to another model ({one_line(error, 160)})."
+            f"{path}: These weights are damaged or belong to another model ({to_one_line(error, 160)})."
         ) from None
 
 
-def class_of(path: FilePath) -> str | None:
+def read_class_name(path: FilePath) -> str | None:
     """Return the class name of the model in a `.keras` archive, or `None` if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open("config.json") as member:
@@ -68,7 +68,7 @@ def check_weights(path: FilePath) -> None:
     except InputError:
         raise
     except Exception as error:  # HDF5 and zipfile raise many kinds of errors.
-        problem = one_line(error, 160)
+        problem = to_one_line(error, 160)
     if problem:
         raise InputError(
             f"{path}: These weights are damaged or belong to another model ({problem}). Train again "

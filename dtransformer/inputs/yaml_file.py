@@ -9,7 +9,7 @@ import re
 
 import yaml
 
-from dtransformer.errors import InputError, one_line, shown
+from dtransformer.errors import InputError, short_repr, to_one_line
 from dtransformer.inputs.files import FilePath, read_bytes
 from dtransformer.inputs.text import decode
 
@@ -53,7 +53,7 @@ def parse_yaml(text: str, name: FilePath) -> object:
     try:
         return _Builder(yaml.parse(text, Loader=_LOADER)).document()
     except (yaml.YAMLError, _Unsupported, UnicodeError) as error:
-        reason = one_line(error, 160).replace('in "<unicode string>", ', "at ")
+        reason = to_one_line(error, 160).replace('in "<unicode string>", ', "at ")
         raise InputError(f"{name}: cannot be parsed as YAML ({reason})") from None
 
 
@@ -98,8 +98,8 @@ def parse_setting(text: str, option: str, form: str) -> tuple[str, object]:
     """
     key, equals, value = text.partition("=")
     if not equals:
-        raise InputError(f"{option} {shown(text)} must have the form {form}.")
-    return key.strip(), parse_yaml(value, f"{option} {shown(key)}")
+        raise InputError(f"{option} {short_repr(text)} must have the form {form}.")
+    return key.strip(), parse_yaml(value, f"{option} {short_repr(key)}")
 
 
 class _Unsupported(Exception):
@@ -129,7 +129,7 @@ class _Builder:
         if isinstance(event, yaml.AliasEvent) or event.anchor:
             raise _Unsupported(f"{where}: write out the value of the anchor or alias")
         if event.tag:
-            raise _Unsupported(f"{where}: remove the tag {shown(event.tag)}")
+            raise _Unsupported(f"{where}: remove the tag {short_repr(event.tag)}")
         if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
             raise _Unsupported(f"{where}: more than {MAX_DEPTH} levels or {MAX_NODES} values")
         if isinstance(event, yaml.ScalarEvent):
@@ -141,9 +141,11 @@ class _Builder:
             where = f"line {key_event.start_mark.line + 1}"
             key = self._value(key_event, depth + 1)
             if not isinstance(key, str) or key == "<<":
-                raise _Unsupported(f"{where}: the key {shown(key)} must be a text and not a merge")
+                raise _Unsupported(
+                    f"{where}: the key {short_repr(key)} must be a text and not a merge"
+                )
             if key in values:
-                raise _Unsupported(f"{where}: the key {shown(key)} is repeated; remove one")
+                raise _Unsupported(f"{where}: the key {short_repr(key)} is repeated; remove one")
             values[key] = self._value(next(self._events), depth + 1)
         return values
 
@@ -161,12 +163,14 @@ def _scalar(text, where):
     if _NUMBER.fullmatch(text):
         is_integer = _INTEGER.fullmatch(text)
         if is_integer and len(text) > _MAX_DIGITS:
-            raise _Unsupported(f"{where}: expected at most {_MAX_DIGITS} digits, got {shown(text)}")
+            raise _Unsupported(
+                f"{where}: expected at most {_MAX_DIGITS} digits, got {short_repr(text)}"
+            )
         if is_integer:
             return int(text)
         if text.isdigit():  # Leading zeros: some readers take 010 as ten, others as eight.
             return text
         if abs(value := float(text)) == float("inf"):
-            raise _Unsupported(f"{where}: expected a finite number, got {shown(text)}")
+            raise _Unsupported(f"{where}: expected a finite number, got {short_repr(text)}")
         return value
     return text

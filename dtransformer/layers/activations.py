@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import register
-from dtransformer.parallel.ops.custom_gradient import computed_anew, custom_gradient
+from dtransformer.parallel.ops.custom_gradient import custom_gradient, prevent_reuse
 
 # Clamp and sigmoid slope of gpt-oss' gate.
 _GATE_LIMIT = 7.0
@@ -158,7 +158,7 @@ def _recomputed(compute, *args):
     def activate(*args):
         def gradients(dy):
             with tf.control_dependencies([dy]), tf.GradientTape() as tape:
-                inputs = [computed_anew(arg, dy) for arg in args]
+                inputs = [prevent_reuse(arg, dy) for arg in args]
                 tape.watch(inputs)
                 y = compute(*inputs)
             return tape.gradient(y, inputs, dy)

@@ -23,7 +23,7 @@ from dtransformer.parallel.config.config import (
 from dtransformer.parallel.recompute.recompute import as_recompute_config
 
 
-def given_arguments(names: dict) -> dict:
+def get_init_arguments(names: dict) -> dict:
     """Return the arguments of an `__init__` from its `locals()`, for the layer's config.
 
     Call it in the first line of `__init__`. `self`, `name` and `kwargs` are excluded.
@@ -40,7 +40,7 @@ def pop_arguments(arguments: dict, names: Iterable[str]) -> dict:
     return {name: arguments.pop(name) for name in names if name in arguments}
 
 
-def checked(init: Callable) -> Callable:
+def validate_arguments(init: Callable) -> Callable:
     """Return an `__init__` that validates arguments annotated as bool, int, float, str or `None`.
 
     A bool is not accepted as a number, nor a number as a bool. `num_layers` must be at least 0,
@@ -96,7 +96,7 @@ _SETTINGS = {
 }
 
 
-def as_config(arguments: dict) -> dict:
+def serialize_arguments(arguments: dict) -> dict:
     """Return a layer's arguments in a form that Keras can serialize.
 
     An activation class becomes the config of an instance. Dataclasses, such as a `MoEConfig` or a
@@ -112,7 +112,7 @@ def as_config(arguments: dict) -> dict:
     return config
 
 
-def settings_of(layer: keras.layers.Layer) -> dict:
+def get_settings(layer: keras.layers.Layer) -> dict:
     """Return the settings of a layer and its inner layers for the config.
 
     Recompute is included only if it differs from the parallel config's default.
@@ -139,8 +139,8 @@ def settings_of(layer: keras.layers.Layer) -> dict:
     return {KEY: settings} if settings else {}
 
 
-def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
-    """Apply settings from `settings_of` to a layer of the same structure.
+def apply_settings(layer: keras.layers.Layer, settings: dict | None) -> None:
+    """Apply settings from `get_settings` to a layer of the same structure.
 
     Args:
         layer: The new layer.
@@ -160,7 +160,7 @@ def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
             setattr(inner, attribute, from_config(layer_settings[name]))
 
 
-class KeepsSettings:
+class SettingsMixin:
     """Mixin of Keras layers and models that restores settings from a config."""
 
     @classmethod
@@ -173,7 +173,7 @@ class KeepsSettings:
             place = keras.saving.deserialize_keras_object(config["lambda_func"])
             config["lambda_func"] = place
         layer = super().from_config(config)
-        set_on(layer, settings)
+        apply_settings(layer, settings)
         return layer
 
 

@@ -28,7 +28,11 @@ from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import QKNorm
 from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias
 from dtransformer.layers.rotary import Rotary
-from dtransformer.parallel.decoding.cache import KVCache, one_by_one, side_by_side
+from dtransformer.parallel.decoding.cache import (
+    KVCache,
+    hypotheses_to_positions,
+    positions_to_hypotheses,
+)
 from dtransformer.parallel.mesh.axis_rules import override_rules
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed
@@ -440,7 +444,7 @@ class MultiHeadAttention(StreamLayer):
             )
 
         tensors = [q, k, v] if table is None else [q, k, v, table]
-        if self.recomputes and training:
+        if self.is_recomputed and training:
             has_bias = self.alibi or table is not None
             chosen = implementation_for(self.implementation, q, k, bias=has_bias, **options)
             # Other implementations store no scores.
@@ -452,7 +456,7 @@ class MultiHeadAttention(StreamLayer):
     def _attend_to_cache(self, q, cache, mask, bias, num_queries):
         """Attend from the queries of all hypotheses to the entries of a cache."""
         q = self._scale_queries(q)
-        q = side_by_side(q, static_or_dynamic_shape(cache.key)[0])
+        q = hypotheses_to_positions(q, static_or_dynamic_shape(cache.key)[0])
         options = AttentionOptions(
             mask,
             bias,
@@ -461,7 +465,7 @@ class MultiHeadAttention(StreamLayer):
             sinks=self._sinks(),
         )
         context = reference_attention(q, cache.keys, cache.values, options)
-        return self._project_output(one_by_one(context, num_queries))
+        return self._project_output(positions_to_hypotheses(context, num_queries))
 
     def _project_output(self, context, training=False):
         """Project the contexts of all heads `[b, s, n, d]` to the output `[b, s, h]`."""

@@ -185,7 +185,7 @@ def _drop_by_rows(dropout, probabilities, causal, window):
     if s is not None and t is not None:
         plan = LocalExchange(s, t).plan
         rows = plan.rows(ALL_POSITIONS[0])
-        columns = plan.seen(causal, window, ALL_POSITIONS)[0]
+        columns = plan.visible_columns(causal, window, ALL_POSITIONS)[0]
         spans = [(row, blocks[0].start, blocks[-1].end) for row, blocks in zip(rows, columns)]
     # A single block needs no slices.
     if len(spans) < 2 and all(span[1:] == (0, t) for span in spans):

@@ -59,7 +59,7 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
 
 def mask_or_keras_mask(mask: tf.Tensor | Segments | None, x: tf.Tensor | None):
     """Return `mask`, or the Keras mask of `x` if `mask` is `None`."""
-    return _compat.mask_of(x) if mask is None else mask
+    return _compat.get_keras_mask(x) if mask is None else mask
 
 
 def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:

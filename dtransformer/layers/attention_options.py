@@ -29,7 +29,7 @@ class AttentionOptions:
             ([Gemma Team, 2024](https://arxiv.org/abs/2408.00118), section 2). `None` disables it
             (default).
         dropout: `DropoutMasks` of the probabilities, one mask per block of queries, see
-            `ContextPlan.seen`. `None` disables dropout (default).
+            `ContextPlan.visible_columns`. `None` disables dropout (default).
         softmax_compute_type: Type of the softmax. Defaults to `"float32"`.
         sinks: Tensor of shape `[n]` with one extra score per head. It takes part in the softmax and
             adds nothing to the output ([Xiao et al., 2023](https://arxiv.org/abs/2309.17453),

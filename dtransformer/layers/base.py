@@ -9,9 +9,14 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.arguments import KeepsSettings, as_config, checked, settings_of
+from dtransformer.layers.arguments import (
+    SettingsMixin,
+    get_settings,
+    serialize_arguments,
+    validate_arguments,
+)
 from dtransformer.layers.initializers import with_derived_seed
-from dtransformer.layers.low_rank import TakesLowRank, build_with_adapters
+from dtransformer.layers.low_rank import LowRankMixin, build_with_adapters
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
@@ -22,7 +27,7 @@ from dtransformer.parallel.variable_factory import make_variable
 register = keras.saving.register_keras_serializable("dtransformer")
 
 
-class Layer(KeepsSettings, TakesLowRank):
+class Layer(SettingsMixin, LowRankMixin):
     """Base class of Keras layers whose weights have logical axes.
 
     `add_weight` takes the logical axis of every dimension. The rules of
@@ -30,19 +35,19 @@ class Layer(KeepsSettings, TakesLowRank):
     for a single layer. An unseeded random initializer receives a seed that depends only on the
     job's seed and the weight's path.
 
-    The backward pass computes the layer again if `recomputes` is `True`. See `parallel.recompute`.
+    The backward pass computes the layer again if `is_recomputed` is `True`. See `parallel.recompute`.
     """
 
     _sharding_rules = {}
     # See `parallel.recompute`.
-    recomputes = False
+    is_recomputed = False
     # Index of the layer's pipeline stage or, with several model chunks per stage, of its chunk. -1
     # is the last. `None` allows every stage to compute the layer.
     pipeline_stage = None
     # Maps the index of an output to the attribute of the weight that it returns.
-    results_that_are_weights = types.MappingProxyType({})
+    weight_outputs = types.MappingProxyType({})
     # Other model chunks that use these weights; set by `share_weights`.
-    copied_to = frozenset()
+    copy_chunks = frozenset()
 
     build = parallelize.build_method(keras.layers.Layer.build)
 
@@ -54,13 +59,13 @@ class Layer(KeepsSettings, TakesLowRank):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = checked(cls.__init__)
+            cls.__init__ = validate_arguments(cls.__init__)
         if "build" in vars(cls):
             cls.build = parallelize.build_method(build_with_adapters(cls.build))
         if "call" in vars(cls):
-            cls.call = _compat.told_as_it_is(parallelize.call_method(cls.call))
+            cls.call = _compat.keep_error_messages(parallelize.call_method(cls.call))
 
-    def takes(self, num_features: int) -> None:
+    def require_features(self, num_features: int) -> None:
         """Let Keras reject inputs whose last dimension is not `num_features`."""
         self.input_spec = keras.layers.InputSpec(axes={-1: num_features})
 
@@ -185,7 +190,7 @@ class Layer(KeepsSettings, TakesLowRank):
             if hasattr(self, name)
         }
         arguments |= getattr(self, "arguments", {})
-        return {**super().get_config(), **as_config(arguments), **settings_of(self)}
+        return {**super().get_config(), **serialize_arguments(arguments), **get_settings(self)}
 
     def save_own_variables(self, store: dict) -> None:
         for index, variable in enumerate(

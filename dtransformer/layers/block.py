@@ -8,13 +8,13 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.block_forms import (
     Pattern,
-    arguments_of_block,
     check_pattern,
     ends_with_norm,
+    get_block_arguments,
     has_experts,
 )
 from dtransformer.errors import check_int
-from dtransformer.layers.arguments import check_floating, given_arguments, pop_arguments
+from dtransformer.layers.arguments import check_floating, get_init_arguments, pop_arguments
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import StreamLayer
 from dtransformer.layers.feed_forward import FeedForward
@@ -80,11 +80,11 @@ class TransformerBlock(StreamLayer):
                 `TransformerRecomputeConfig`. Defaults to `True`.
         """
         config = self.recompute_config = as_recompute_config(config)
-        self.recomputes = config.recompute
+        self.is_recomputed = config.recompute
         for layer in _compat.flat_layers(self, include_self=False):
             names = [name for name, kind in _SUBLAYERS.items() if isinstance(layer, kind)]
             is_selected = any(name in config.select for name in names)
-            layer.recomputes = is_selected and not config.recompute
+            layer.is_recomputed = is_selected and not config.recompute
 
     def run_block(
         self, function: Callable, inputs: list[tf.Tensor], masks: list, training: bool
@@ -138,7 +138,7 @@ class BlockStack(StreamLayer):
         block_pattern: Pattern | None = None,
         **layer_arguments,
     ):
-        init_arguments = given_arguments(locals())
+        init_arguments = get_init_arguments(locals())
         super().__init__(**pop_arguments(layer_arguments, ["name", "dtype", "trainable"]))
         check_int("moe_every", moe_every)
         del init_arguments["layer_arguments"]
@@ -161,7 +161,7 @@ class BlockStack(StreamLayer):
             block.shared = shared
             block.recompute(get_parallel_config().recompute)
             uses_experts = has_experts(self.arguments, index)
-            if "experts" in arguments_of_block(self.arguments, index) or not uses_experts:
+            if "experts" in get_block_arguments(self.arguments, index) or not uses_experts:
                 block.use_experts(uses_experts)
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
         for block in self.blocks:

@@ -91,9 +91,9 @@ def _forward(blocks, q, k, v, sinks, tensors):
     done = None
     for round_id, part in enumerate(blocks.plan.round_parts):
         # Serialize rounds and blocks; otherwise TensorFlow may keep all of them in memory.
-        round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
+        round_k, round_v = blocks.exchange.gather(blocks.depend_on(k, done), v, part)
         for row, (softmax, columns) in enumerate(zip(softmaxes, blocks.columns[round_id])):
-            block_q = blocks.after(_take_rows(q, blocks.rows[row]), done) if columns else None
+            block_q = blocks.depend_on(_take_rows(q, blocks.rows[row]), done) if columns else None
             kept = blocks.kept(block_q, round_id, row)
             for column, block_mask in zip(columns, kept, strict=True):
                 block_k, block_v = (
@@ -118,7 +118,7 @@ def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
     # Do not gather in the forward pass; it would keep the gathered keys and values until now.
     done = means
     for round_id, part in enumerate(blocks.plan.round_parts):
-        round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
+        round_k, round_v = blocks.exchange.gather(blocks.depend_on(k, done), v, part)
         dk_sum, dv_sum = (tf.zeros_like(x, blocks.compute_type) for x in (round_k, round_v))
         for row, columns in enumerate(blocks.columns[round_id]):
             if not columns:
@@ -126,8 +126,8 @@ def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
             block_inputs = [_take_rows(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
             block_q, block_dy, block_log_sums, block_means = block_inputs
             # Without this dependency TensorFlow would keep every summand.
-            block_q = blocks.after(block_q, dk_sum)
-            block_dy = blocks.after(block_dy, dv_sum)
+            block_q = blocks.depend_on(block_q, dk_sum)
+            block_dy = blocks.depend_on(block_dy, dv_sum)
             for column, block_mask in zip(
                 columns, blocks.kept(block_q, round_id, row), strict=True
             ):
@@ -221,11 +221,11 @@ class _Blocks:
         self.rows = self.plan.rows(sizes[0])
         by_position = not (options.bias is None and mask is None)
         # Indexed by round, then by block of queries.
-        self.columns = self.plan.seen(*options.reach, sizes, by_position)
+        self.columns = self.plan.visible_columns(*options.reach, sizes, by_position)
 
-    def after(self, x, done):
+    def depend_on(self, x, done):
         """Return x with a dependency on `done`, unless `done` is `None`."""
-        return x if done is None else self.exchange.after(x, done)
+        return x if done is None else self.exchange.depend_on(x, done)
 
     def shard_sinks(self, sinks):
         """Convert sinks `[1, n, 1, 1]` to the layout of the shards, `[c or 1, 1, n, 1, 1]`."""

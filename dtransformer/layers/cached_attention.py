@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
 from dtransformer.layers.position import segment_starts
-from dtransformer.parallel.decoding.cache import KVCache, positions_of
+from dtransformer.parallel.decoding.cache import KVCache, get_cache_positions
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
@@ -36,7 +36,7 @@ def visible_entries(
     """
     b, _, num_entries, _ = static_or_dynamic_shape(cache.key)
     # The cache has room for a single window, so all of its positions are in reach.
-    positions = positions_of(num_entries, cache.index, num_hypotheses)
+    positions = get_cache_positions(num_entries, cache.index, num_hypotheses)
     visible = (positions >= 0)[None, None, None, :]
     if mask is not None:
         mask = expand_mask(mask)

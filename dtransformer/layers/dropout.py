@@ -5,7 +5,7 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.layers.base import StreamLayer, check_rate, register
-from dtransformer.parallel.ops.custom_gradient import custom_gradient, seed_after
+from dtransformer.parallel.ops.custom_gradient import custom_gradient, delay_seed
 from dtransformer.parallel.tracing.dropout_seed import (
     RandomLayer,
     current_dropout_seed,
@@ -82,7 +82,7 @@ class DropoutMasks:
             known: Tensor that must be computed before the mask. Without it TensorFlow may draw the
                 mask, and store it, long before its use. Defaults to `None`.
         """
-        seed = self.seed if known is None else seed_after(self.seed, known)
+        seed = self.seed if known is None else delay_seed(self.seed, known)
         shape = static_or_dynamic_shape(x)
         if width is not None:
             shape = [*shape[:-1], width]

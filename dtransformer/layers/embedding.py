@@ -120,7 +120,7 @@ class VocabEmbedding(_VocabLayer):
     """
 
     pipeline_stage = 0
-    results_that_are_weights = types.MappingProxyType({1: "table"})
+    weight_outputs = types.MappingProxyType({1: "table"})
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class VocabHead(_VocabLayer):
         self.keeps_padding = keeps_padding
 
     def build(self, inputs_shape: tuple, table_shape: tuple | None = None) -> None:
-        self.takes(inputs_shape[-1])
+        self.require_features(inputs_shape[-1])
         if not self.tied:
             shape = (inputs_shape[-1], self.vocab_size)
             self.kernel = self._add_vocab_weight(

@@ -6,8 +6,13 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.block_forms import placement_of
-from dtransformer.layers.arguments import as_moe_config, checked, given_arguments, pop_arguments
+from dtransformer.block_forms import get_placement
+from dtransformer.layers.arguments import (
+    as_moe_config,
+    get_init_arguments,
+    pop_arguments,
+    validate_arguments,
+)
 from dtransformer.layers.attention import MultiHeadAttention, with_attention_objects
 from dtransformer.layers.attention_mask import Segments, mask_or_keras_mask, token_mask
 from dtransformer.layers.base import decoding_method, register
@@ -71,7 +76,7 @@ class BlockForm:
     attention_norm: bool = True
 
 
-BlockForm.__init__ = checked(BlockForm.__init__)
+BlockForm.__init__ = validate_arguments(BlockForm.__init__)
 
 
 @register
@@ -130,14 +135,14 @@ class TransformerEncoderLayer(TransformerBlock):
         moe_config: MoEConfig | dict | None = None,
         **kwargs,
     ):
-        arguments = given_arguments(locals())
+        arguments = get_init_arguments(locals())
         form_names = [field.name for field in dataclasses.fields(BlockForm)]
         form = BlockForm(**pop_arguments(kwargs, form_names))
         names = [*_ATTENTION_OPTIONS, *_SELF_ATTENTION_OPTIONS]
         attention_options = pop_arguments(kwargs, names)
         super().__init__(**kwargs)
         self.arguments = {**arguments, **vars(form), **attention_options}
-        self.placement = placement_of(self.arguments)
+        self.placement = get_placement(self.arguments)
         self.moe_config = None if moe_config is None else as_moe_config(moe_config)
         self.has_experts = self.may_have_experts
         self.add_sublayers()

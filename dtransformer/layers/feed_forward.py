@@ -79,7 +79,7 @@ class FeedForward(StreamLayer):
     ):
         super().__init__(**kwargs)
         self.hidden_size = check_int("hidden_size", hidden_size)
-        self.takes(hidden_size)
+        self.require_features(hidden_size)
         self.ffn_hidden_size = check_int("ffn_hidden_size", ffn_hidden_size)
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
         self.hidden_act = hidden_act
@@ -141,7 +141,7 @@ class FeedForward(StreamLayer):
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         check_floating("inputs", inputs)
         compute = functools.partial(self._compute, training=training)
-        if self.recomputes and training:
+        if self.is_recomputed and training:
             return recomputed(compute, [inputs], self.variables)
         return compute(inputs)
 

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.errors import check_int
-from dtransformer.layers.arguments import given_arguments
+from dtransformer.layers.arguments import get_init_arguments
 from dtransformer.layers.attention_core import reference_attention
 from dtransformer.layers.attention_inputs import check_inputs
 from dtransformer.layers.attention_mask import Segments, expand_mask, mask_or_keras_mask
@@ -182,7 +182,7 @@ class FixedSparseAttention(StreamLayer):
         global_size: int | None = None,
         **kwargs,
     ):
-        init_arguments = given_arguments(locals())
+        init_arguments = get_init_arguments(locals())
         super().__init__(**kwargs)
         self.arguments = init_arguments
         self.num_heads = check_int("num_heads", num_heads)

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer.errors import check_int
 from dtransformer.layers.activations import get_activation
-from dtransformer.layers.arguments import given_arguments
+from dtransformer.layers.arguments import get_init_arguments
 from dtransformer.layers.base import Layer, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabHead
@@ -114,7 +114,7 @@ class LabelHead(Layer):
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         h = inputs_shape[-1]
-        self.takes(h)
+        self.require_features(h)
         if self.pooler is not None:
             self.pooler.units = h
             self.pooler.build((None, h))
@@ -303,12 +303,12 @@ class MaskedLMHead(Layer):
         dense_bias: bool = True,
         **kwargs,
     ):
-        init_arguments = given_arguments(locals())
+        init_arguments = get_init_arguments(locals())
         super().__init__(**kwargs)
         self.supports_masking = True
         check_int("hidden_size", hidden_size)
         self.arguments = init_arguments
-        self.takes(hidden_size)
+        self.require_features(hidden_size)
         self.activation = get_activation(hidden_act)
         self.dense = Linear(
             hidden_size, dense_bias, parallel=None, dtype=self.dtype_policy, name="dense"

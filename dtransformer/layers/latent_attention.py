@@ -70,7 +70,7 @@ class LatentAttention(MultiHeadAttention):
         rotary: Rotary | dict | None = _DEFAULT_ROTARY,
         **kwargs,
     ):
-        sizes = Latent.of(latent)
+        sizes = Latent.from_sizes(latent)
         self.sizes = sizes
         options = {"head_dim": head_dim, "use_bias": use_bias, "qkv_bias": False, **kwargs}
         super().__init__(hidden_size, num_heads, rotary=rotary, **options)

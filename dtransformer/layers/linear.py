@@ -61,7 +61,7 @@ class Linear(Layer):
 
     def build(self, input_shape: tuple) -> None:
         inputs = input_shape[-1]
-        self.takes(inputs)
+        self.require_features(inputs)
         if self.parallel == "column":
             check_divisible(units=self.units)
         elif self.parallel == "row":

@@ -84,8 +84,8 @@ class CrossEntropyLoss(Layer):
 
         Takes the arguments of the call. Both tensors are float32 or wider.
         """
-        labels = tf.cast(class_numbers(labels, logits), INDEX_TYPE)
-        mask = None if mask is None else class_numbers(mask, logits)
+        labels = tf.cast(squeeze_labels(labels, logits), INDEX_TYPE)
+        mask = None if mask is None else squeeze_labels(mask, logits)
         self._check_shapes(logits, labels, mask)
         weights = self.token_weights(labels, mask)
         if self.ignore_id is not None:  # `ignore_id` may be outside of the vocabulary.
@@ -99,7 +99,7 @@ class CrossEntropyLoss(Layer):
         )
         return values, tf.cast(weights, values.dtype)
 
-    def of_classes(self, vocab_size: int) -> "CrossEntropyLoss":
+    def with_vocab_size(self, vocab_size: int) -> "CrossEntropyLoss":
         """Return this loss with `vocab_size` set, or the loss itself if it already has one."""
         if self.vocab_size is not None:
             return self
@@ -141,17 +141,17 @@ class CrossEntropyLoss(Layer):
 
 def _has_labels_first(first, second):
     """Return whether the first argument has the shape of labels for logits in the second."""
-    return len(class_numbers(first, second).shape) < len(second.shape)
+    return len(squeeze_labels(first, second).shape) < len(second.shape)
 
 
-def class_numbers(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+def squeeze_labels(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     """Remove the last dimension of labels `[..., 1]` for logits `[..., V]`.
 
     Labels of other shapes, and labels for V = 1, are returned as they are.
 
     Example:
 
-    >>> class_numbers(tf.zeros((2, 1)), tf.zeros((2, 3))).shape
+    >>> squeeze_labels(tf.zeros((2, 1)), tf.zeros((2, 3))).shape
     TensorShape([2])
     """
     same_rank = len(labels.shape) == len(logits.shape)
@@ -164,7 +164,7 @@ def expand_to_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
     return weights[(..., *[None] * (rank - len(weights.shape)))]
 
 
-def hits(outputs, labels) -> tf.Tensor | None:
+def correct_predictions(outputs, labels) -> tf.Tensor | None:
     """Return 1 where the label is the most likely class, otherwise 0.
 
     Args:

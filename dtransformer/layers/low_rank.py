@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
-from dtransformer.parallel.ops.low_rank import LowRank, low_rank_of
+from dtransformer.parallel.ops.low_rank import LowRank, get_low_rank
 from dtransformer.parallel.ops.training_noise import InputDropout
 from dtransformer.parallel.pipeline_parallel import stage_weights
 
 
-class TakesLowRank(keras.layers.Layer):
+class LowRankMixin(keras.layers.Layer):
     """Mixin of layers whose kernels can have low-rank adapters.
 
     A kernel is a weight with the attribute `num_inputs`. The factors are weights of the layer with
@@ -48,7 +48,7 @@ class TakesLowRank(keras.layers.Layer):
         if kind != "lora":
             options["kind"] = kind
         self.low_rank = {**self.low_rank, name: options}
-        _compat.take_weights(self)
+        _compat.unlock_layer(self)
         self.add_factors()
 
     @stage_weights.built_on_its_stage
@@ -57,9 +57,9 @@ class TakesLowRank(keras.layers.Layer):
 
         Call it after all other weights have been added.
         """
-        kernels = {kernel.name: kernel for kernel in stage_weights.own_weights(self)}
+        kernels = {kernel.name: kernel for kernel in stage_weights.get_direct_weights(self)}
         for name, options in self.low_rank.items():
-            if name in kernels and low_rank_of(kernels[name]) is None:
+            if name in kernels and get_low_rank(kernels[name]) is None:
                 self._add_adapter(kernels[name], options)
 
     def _add_adapter(self, kernel, adapter):
@@ -88,7 +88,7 @@ class TakesLowRank(keras.layers.Layer):
         if adapter.get("kind") == "dora":
             magnitudes = "ones"
             # Other pipeline stages do not have the kernel's value.
-            if _compat.makes_values() and not stage_weights.left_weights(self):
+            if _compat.initializes_variables() and not stage_weights.left_weights(self):
                 norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(num_inputs)))
 
                 def magnitudes(shape, dtype):
@@ -101,13 +101,13 @@ class TakesLowRank(keras.layers.Layer):
     @property
     def random_layers(self) -> list[InputDropout]:
         """Input dropouts of the adapters, a list."""
-        adapters = [low_rank_of(variable) for variable in _compat.own_variables(self)]
+        adapters = [get_low_rank(variable) for variable in _compat.direct_variables(self)]
         return [x.dropout for x in adapters if x is not None and x.dropout is not None]
 
     def remove_low_rank(self, name: str) -> None:
         """Remove the adapter of the kernel `name`."""
         self.low_rank = {key: options for key, options in self.low_rank.items() if key != name}
-        for kernel in stage_weights.own_weights(self):
+        for kernel in stage_weights.get_direct_weights(self):
             if kernel.name == name:
                 for factor in kernel.low_rank.factors.values():
                     stage_weights.forget_weight(self, factor)

@@ -95,10 +95,10 @@ class MoE(FeedForward):
             )
 
     # `add_loss` receives means over the local rows. Trainers weight them by the number of rows.
-    adds_means = True
+    aux_loss_is_mean = True
 
     @property
-    def sends(self) -> bool:
+    def exchanges_counts(self) -> bool:
         """True if ranks exchange token counts. Such blocks are not traced as shared blocks."""
         return sends_counts(self.config)
 
@@ -120,7 +120,7 @@ class MoE(FeedForward):
         def compute(x):
             return self._compute(x, mask, training, drops)
 
-        if self.recomputes and training:
+        if self.is_recomputed and training:
             return recomputed(compute, [inputs], self.variables, add_loss=self.add_loss)
         return compute(inputs)
 
@@ -176,7 +176,7 @@ class MoE(FeedForward):
         """
         logs = tf.math.log(tf.maximum(groups.split(probabilities), 1e-30))
         entropy = -tf.reduce_sum(tf.exp(logs) * logs, axis=-1) * tf.cast(is_token, "float32")
-        slots = tf.cast(slots.taken, "float32")
+        slots = tf.cast(slots.accepted, "float32")
         slots = tf.reduce_sum(slots, axis=[*range(len(slots.shape) - 1)])
         sums = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
         return tf.concat([slots, tf.stack(sums)], 0)

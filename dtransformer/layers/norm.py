@@ -32,7 +32,7 @@ class _Norm(StreamLayer):
         self.compute_type = compute_type
 
     def build(self, input_shape):
-        self.takes(input_shape[-1])
+        self.require_features(input_shape[-1])
         self.gamma = self.add_weight(
             (input_shape[-1],), self.gain_initializer, axes=("norm",), name="gamma", autocast=False
         )
@@ -41,7 +41,9 @@ class _Norm(StreamLayer):
         def compute(x):
             return tf.cast(self.normalize(tf.cast(x, self.compute_type)), self.compute_dtype)
 
-        return recomputed(compute, [inputs], self.variables) if self.recomputes else compute(inputs)
+        return (
+            recomputed(compute, [inputs], self.variables) if self.is_recomputed else compute(inputs)
+        )
 
     def normalize(self, x):
         raise NotImplementedError

@@ -61,11 +61,11 @@ class PositionEmbedding(StreamLayer):
         self.max_length = check_int("max_length", max_length)
         self.kind = kind
         self.initializer = initializer
-        self.offset = check_int("offset", offset, least=0)
+        self.offset = check_int("offset", offset, minimum=0)
 
     def build(self, input_shape: tuple) -> None:
         if self.kind == "learned":
-            self.takes(input_shape[-1])
+            self.require_features(input_shape[-1])
             self.table = self.add_weight(
                 (self.max_length + self.offset, input_shape[-1]),
                 self.initializer,
@@ -187,7 +187,7 @@ class TokenTypeEmbedding(StreamLayer):
         self.initializer = initializer
 
     def build(self, input_shape: tuple, *args) -> None:
-        self.takes(input_shape[-1])
+        self.require_features(input_shape[-1])
         self.table = self.add_weight(
             (self.num_types, input_shape[-1]), self.initializer, axes=(None, "embed"), name="table"
         )

@@ -166,12 +166,12 @@ class RelativePositionTable(Layer):
     """
 
     pipeline_stage = 0
-    results_that_are_weights = types.MappingProxyType({0: "table"})
+    weight_outputs = types.MappingProxyType({0: "table"})
 
     def __init__(self, num_heads: int, num_ranges: int = 32, **kwargs):
         super().__init__(**kwargs)
         self.num_heads = check_int("num_heads", num_heads)
-        self.num_ranges = check_int("num_ranges", num_ranges, least=4)
+        self.num_ranges = check_int("num_ranges", num_ranges, minimum=4)
 
     def build(self, input_shape: tuple | None = None) -> None:
         shape = (self.num_ranges, self.num_heads)

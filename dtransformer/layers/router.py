@@ -82,7 +82,7 @@ class Router(RandomLayer, Layer):
 
     def build(self, input_shape: tuple) -> None:
         experts = self.config.expert_num
-        self.takes(input_shape[-1])
+        self.require_features(input_shape[-1])
         self.kernel = self.add_weight(
             (input_shape[-1], experts),
             self.kernel_initializer,

@@ -67,8 +67,8 @@ class Transformer(Layer):
         **layer_arguments,
     ):
         super().__init__(name=name, dtype=dtype, trainable=trainable)
-        check_int("encoder_layers", encoder_layers, least=0)
-        check_int("decoder_layers", decoder_layers, least=0)
+        check_int("encoder_layers", encoder_layers, minimum=0)
+        check_int("decoder_layers", decoder_layers, minimum=0)
         check_int("encoder_layers + decoder_layers", encoder_layers + decoder_layers)
         shared = {
             "hidden_size": hidden_size,

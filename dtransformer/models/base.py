@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.arguments import (
-    KeepsSettings,
-    as_config,
+    SettingsMixin,
     as_moe_config,
-    checked,
-    settings_of,
+    get_settings,
+    serialize_arguments,
+    validate_arguments,
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
@@ -62,7 +62,7 @@ def active_share(path: str, shape: tuple[int, ...], arguments: dict) -> float:
     return config.num_experts_chosen / config.expert_num
 
 
-class TokenModel(KeepsSettings, keras.Model):
+class TokenModel(SettingsMixin, keras.Model):
     """Base class of networks whose inputs are token ids.
 
     Args:
@@ -139,11 +139,11 @@ class TokenModel(KeepsSettings, keras.Model):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = checked(cls.__init__)
+            cls.__init__ = validate_arguments(cls.__init__)
         if "call" in vars(cls):
-            cls.call = _compat.told_as_it_is(cls.call)
+            cls.call = _compat.keep_error_messages(cls.call)
 
-    @_compat.told_as_it_is
+    @_compat.keep_error_messages
     def __call__(self, inputs, *args, **kwargs):
         # Keras' error for unknown inputs is ten lines long: check the names first.
         self.named_inputs(inputs)
@@ -161,7 +161,7 @@ class TokenModel(KeepsSettings, keras.Model):
     def embedding_scale(self) -> float:
         """Factor on embeddings. Defaults to √h (Vaswani et al., 2017, §3.4)."""
         scale = self.config.embedding.embedding_scale
-        return first_given(scale, float(self.config.hidden_size) ** 0.5)
+        return value_or_default(scale, float(self.config.hidden_size) ** 0.5)
 
     def check_positions(self, length: int, name: str = "max_length") -> None:
         """Check that a sequence fits into the learned positions.
@@ -189,7 +189,7 @@ class TokenModel(KeepsSettings, keras.Model):
 
         The shapes are the same in every layout: vocabularies have no padding.
         """
-        return weight_shapes.of_network(type(self), self.arguments)
+        return weight_shapes.network_shapes(type(self), self.arguments)
 
     def num_parameters(self) -> int:
         """Return the number of elements in all weights, without creating any weight.
@@ -313,7 +313,7 @@ class TokenModel(KeepsSettings, keras.Model):
 
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}
-        return {**config, **as_config(self.arguments), **settings_of(self)}
+        return {**config, **serialize_arguments(self.arguments), **get_settings(self)}
 
 
 _LAST = 2**30  # larger than every position
@@ -334,6 +334,6 @@ def start_after_padding(ids: tf.Tensor, pad_id: int) -> tf.Tensor:
     return -tf.minimum(tf.reduce_min(positions, axis=1), length)
 
 
-def first_given(value, default):
+def value_or_default(value, default):
     """Return `value`, or `default` if `value` is `None`."""
     return default if value is None else value

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dtransformer.errors import nearest
+from dtransformer.errors import suggest
 
 _REFUSED = {
     "labels": "pass labels next to the inputs, as a tuple `(inputs, labels)`.",
@@ -76,7 +76,7 @@ class InputKeys:
     def _unknown(self, key, owner):
         known_names = [*self.needed, *self.optional, *self.aliases]
         return (
-            f"{owner} has no input {key!r}: {_REFUSED.get(key) or nearest(key, known_names, 0.5)}"
+            f"{owner} has no input {key!r}: {_REFUSED.get(key) or suggest(key, known_names, 0.5)}"
         )
 
 

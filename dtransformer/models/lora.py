@@ -15,11 +15,11 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.errors import check_int
 from dtransformer.layers.base import check_rate
-from dtransformer.layers.low_rank import TakesLowRank
+from dtransformer.layers.low_rank import LowRankMixin
 from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
-from dtransformer.parallel.collectives.objects import all_gather_json, together
-from dtransformer.parallel.ops.low_rank import KINDS, low_rank_of
+from dtransformer.parallel.collectives.objects import all_gather_json, call_on_all
+from dtransformer.parallel.ops.low_rank import KINDS, get_low_rank
 
 
 def add_lora(
@@ -100,7 +100,7 @@ def add_adapters(network: keras.Model, settings: Mapping[str, dict], freeze_othe
     Args:
         network: Built `keras.Model`.
         settings: Dict from kernel paths, without the network's name, to dicts of arguments of
-            `TakesLowRank.add_low_rank`.
+            `LowRankMixin.add_low_rank`.
         freeze_others: Boolean. Whether to freeze all weights except adapters.
 
     Raises:
@@ -123,7 +123,7 @@ def add_adapters(network: keras.Model, settings: Mapping[str, dict], freeze_othe
                     f"{path} has an adapter already. Call `merge_lora` to add it to the kernel."
                 )
 
-    together(check, "lora/check")
+    call_on_all(check, "lora/check")
     for path, options in settings.items():
         layer, _, name = path.rpartition("/")
         layers[layer].add_low_rank(name, **options)
@@ -153,7 +153,7 @@ def merge_lora(network: keras.Model) -> list[str]:
     """
     check_has_adapters(network, "merge_lora")
     merged = adapted_kernels(network)
-    for kernel in merged.values() if _compat.makes_values() else ():
+    for kernel in merged.values() if _compat.initializes_variables() else ():
         kernel.assign(tf.cast(_merged_value(kernel), kernel.dtype))
     for layer in _layers(network):
         for name in list(layer.low_rank):
@@ -167,11 +167,11 @@ def adapted_kernels(network: keras.Model) -> dict[str, keras.Variable]:
     return {
         path_in(network, variable): variable
         for variable in network.variables
-        if low_rank_of(variable) is not None
+        if get_low_rank(variable) is not None
     }
 
 
-def adapters_of(network: keras.Model) -> dict[str, dict]:
+def get_adapters(network: keras.Model) -> dict[str, dict]:
     """Return the settings of all adapters, on all pipeline stages.
 
     Returns:
@@ -193,7 +193,7 @@ def only_adapters_are_trained(network: keras.Model) -> bool:
 
     Call it on all ranks. A network without adapters returns False.
     """
-    if not adapters_of(network):
+    if not get_adapters(network):
         return False
     only_local_adapters = {id(weight) for weight in network.trainable_variables} <= _factors(
         network
@@ -211,7 +211,7 @@ def check_has_adapters(network: keras.Model, function: str) -> None:
     Raises:
         ValueError: If the network has no adapters.
     """
-    if not adapters_of(network):
+    if not get_adapters(network):
         raise ValueError(f"`{function}` needs a network with adapters. Call `add_lora` first.")
 
 
@@ -234,7 +234,7 @@ def _merged_value(kernel):
 def _layers(network):
     """Return the layers that can have adapters. A layer without a path has no weights."""
     layers = _compat.flat_layers(network)
-    return [layer for layer in layers if isinstance(layer, TakesLowRank) and layer.path]
+    return [layer for layer in layers if isinstance(layer, LowRankMixin) and layer.path]
 
 
 def _forget_functions(network):

@@ -17,12 +17,12 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.json_file import STRICT, read_json, typed
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.models.base import TokenModel
-from dtransformer.models.lora import adapted_kernels, adapters_of, add_adapters, check_has_adapters
+from dtransformer.models.lora import adapted_kernels, add_adapters, check_has_adapters, get_adapters
 from dtransformer.models.pretrained import peft
 from dtransformer.models.pretrained.save import save_on_chief
-from dtransformer.parallel.collectives.objects import from_all_stages, together
+from dtransformer.parallel.collectives.objects import call_on_all, from_all_stages
 from dtransformer.parallel.ops.low_rank import KINDS
-from dtransformer.parallel.weights.sharded_tensor import tensors_of
+from dtransformer.parallel.weights.sharded_tensor import get_sharded_tensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -88,7 +88,7 @@ def save_lora(
     }
     arrays = from_all_stages(local_factors, "lora/factors")
 
-    kernels = adapters_of(network)
+    kernels = get_adapters(network)
     error_text = None
     config = {"format": _FORMAT, "kernels": kernels}
     tensors = arrays
@@ -137,8 +137,8 @@ def load_lora(
             kernels, ranks or sizes do not match the network.
     """
     folder = pathlib.Path(folder)
-    kernels, arrays = together(lambda: _read(network, folder), "lora/read")
-    present = adapters_of(network)
+    kernels, arrays = call_on_all(lambda: _read(network, folder), "lora/read")
+    present = get_adapters(network)
     new_kernels = {path: settings for path, settings in kernels.items() if path not in present}
 
     def check():
@@ -150,13 +150,13 @@ def load_lora(
                     "network. Load the folder into a network without adapters."
                 )
 
-    together(check, "lora/same")
+    call_on_all(check, "lora/same")
     add_adapters(network, new_kernels, freeze_others)
     shards = [
         (path, letter, tensor)
         for path, kernel in adapted_kernels(network).items()
         for letter, factor in kernel.low_rank.factors.items()
-        for tensor in tensors_of(path, factor)
+        for tensor in get_sharded_tensors(path, factor)
     ]
 
     def check_shapes():
@@ -168,7 +168,7 @@ def load_lora(
                     f"{list(tensor.shape)}. Check that the adapters belong to this network."
                 )
 
-    together(check_shapes, "lora/shapes")
+    call_on_all(check_shapes, "lora/shapes")
     for path, letter, tensor in shards:
         value = arrays[f"{path}.{letter}"]
         tensor.assign(

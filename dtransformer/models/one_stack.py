@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.arguments import KEY, set_on
+from dtransformer.layers.arguments import KEY, apply_settings
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
 from dtransformer.models import weight_shapes
@@ -48,7 +48,7 @@ class OneStackModel(TokenModel):
         if not self.has_task_head:
             return shapes
         shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
-        head_shapes = weight_shapes.of_layer(self.head, (None, None, self.config.hidden_size))
+        head_shapes = weight_shapes.layer_shapes(self.head, (None, None, self.config.hidden_size))
         return {**shapes, **{f"head/{path}": shape for path, shape in head_shapes.items()}}
 
     def get_config(self):
@@ -68,7 +68,7 @@ class OneStackModel(TokenModel):
         if head is not None:
             with_task_head(network, keras.saving.deserialize_keras_object(head))
         # Settings refer to layers by index, and the head's layers count.
-        set_on(network, settings)
+        apply_settings(network, settings)
         return network
 
     def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:

@@ -1,6 +1,6 @@
 """Networks with the sizes of published models, from `dtransformer.architectures`."""
 
-from dtransformer.architectures import architecture_named
+from dtransformer.architectures import get_architecture
 from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
@@ -30,5 +30,5 @@ def from_preset(name: str, **arguments) -> TokenModel:
     >>> from_preset("bert_base").num_parameters()
     110106428
     """
-    _, preset = architecture_named(name)
+    _, preset = get_architecture(name)
     return _NETWORKS[preset.network](**{**preset.arguments, **arguments})

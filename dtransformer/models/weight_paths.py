@@ -141,7 +141,7 @@ def _set_trainable(network, patterns, trainable):
     paths = matching_paths(network, patterns)
     chosen = set(paths)
     for layer in _compat.flat_layers(network):
-        for variable in _compat.own_trainable_variables(layer):
+        for variable in _compat.direct_trainable_variables(layer):
             if path_in(network, variable) in chosen:
                 variable.trainable = trainable
     return paths

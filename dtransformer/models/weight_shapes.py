@@ -13,7 +13,7 @@ from dtransformer.parallel.variable_factory import shapes_alone
 Shapes = dict[str, tuple[int, ...]]
 
 
-def of_network(kind: Callable[..., keras.Model], arguments: Mapping) -> Shapes:
+def network_shapes(kind: Callable[..., keras.Model], arguments: Mapping) -> Shapes:
     """Return a dict from weight paths to shapes. Paths exclude the network's name.
 
     Args:
@@ -23,7 +23,7 @@ def of_network(kind: Callable[..., keras.Model], arguments: Mapping) -> Shapes:
     return _built_shapes(lambda: kind(**arguments), None)
 
 
-def of_layer(layer: keras.Layer, input_shape: tuple) -> Shapes:
+def layer_shapes(layer: keras.Layer, input_shape: tuple) -> Shapes:
     """Return a dict from weight paths to shapes. Paths exclude the layer's name.
 
     Args:

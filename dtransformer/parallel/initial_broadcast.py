@@ -6,11 +6,11 @@ import math
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.collectives.division import filled
+from dtransformer.parallel.collectives.division import pack_consecutive
 from dtransformer.parallel.mesh.variable import MeshVariable, sharding_specs
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.process_groups import Group
-from dtransformer.parallel.weights.sharded_variable import ShardedVariable, own_shards
+from dtransformer.parallel.weights.sharded_variable import ShardedVariable, get_local_shards
 
 # Send values in large messages, because Horovod adds latency to each message.
 _MESSAGE_BYTES = 2**25
@@ -30,7 +30,7 @@ def initial_broadcast(network_variables: list, optimizer_variables: list) -> Non
 def broadcast_values(variables: list, group: Group) -> None:
     """Copy the values of unsharded Keras variables from the first rank of a group."""
     sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in variables]
-    for number, positions in enumerate(filled(sizes, _MESSAGE_BYTES)):
+    for number, positions in enumerate(pack_consecutive(sizes, _MESSAGE_BYTES)):
         batch = [variables[i] for i in positions]
         values = [variable.value for variable in batch]
         values = transport.broadcast_together(values, 0, group, f"initial_broadcast_{number}")
@@ -54,7 +54,7 @@ def shared_shards(network_variables: list, optimizer_variables: list = ()) -> di
         if isinstance(variable, ShardedVariable) and not isinstance(variable, MeshVariable):
             continue  # Each rank of the group has a different shard.
         is_replicated = i < len(network_variables) and not any(sharding_specs(variable))
-        group = job.whole_job() if is_replicated and job.stage()[1] == 1 else same_shards
+        group = job.world_group() if is_replicated and job.stage()[1] == 1 else same_shards
         if group.size > 1:
-            shards[group] += own_shards([variable])
+            shards[group] += get_local_shards([variable])
     return shards

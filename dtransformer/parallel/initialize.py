@@ -12,7 +12,7 @@ import socket
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.errors import InputError, check_int, shown
+from dtransformer.errors import InputError, check_int, short_repr
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
@@ -59,7 +59,7 @@ def resolve_stall_seconds(value: float | None) -> float:
     if seconds != 0 and not _MIN_STALL_SECONDS <= seconds < math.inf:
         raise InputError(
             f"`stall_seconds`, or {_STALL_VARIABLE}, must be 0 to disable the watchdog or at least "
-            f"{_MIN_STALL_SECONDS}, got {shown(value)}."
+            f"{_MIN_STALL_SECONDS}, got {short_repr(value)}."
         )
     return seconds
 
@@ -168,7 +168,7 @@ def init(
     config = get_parallel_config() if config is None else config
     check_config(config)
     if seed is not None:
-        check_int("seed", seed, least=0)
+        check_int("seed", seed, minimum=0)
     if local_devices != "all":
         check_int("local_devices", local_devices)
     stall_seconds = resolve_stall_seconds(stall_seconds)
@@ -257,7 +257,7 @@ def _leave_layout():
 
 def shutdown() -> None:
     """Leave the job when every rank has called this. Does nothing without a job."""
-    with job.doing("saving"):
+    with job.record_activity("saving"):
         for wait in job.waits_before_leaving:
             wait()
     _leave_layout()

@@ -54,7 +54,7 @@ def run_block(
         mask_tensors = tensors[len(inputs) :]
         if not training:
             return function(*block_inputs, *mask_tensors)
-        if block.recomputes:
+        if block.is_recomputed:
 
             def compute_block(*block_inputs):
                 return function(*block_inputs, *mask_tensors)

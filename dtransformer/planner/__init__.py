@@ -5,7 +5,7 @@ devices or TensorFlow.
 
 Example: four nodes of eight H100, and a Llama of 13 B.
 
->>> model, cluster = named("llama2_13b"), Cluster(device_named("h100"), 32)
+>>> model, cluster = get_model("llama2_13b"), Cluster(get_device("h100"), 32)
 >>> result = plan(model, cluster, Job(global_batch=256))
 >>> result.fits, result.best.config.pipeline_stage * result.best.config.model_parallel <= 8
 (True, True)
@@ -16,10 +16,10 @@ Example: four nodes of eight H100, and a Llama of 13 B.
 
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.automatic import auto_config
-from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, Link, device_named
+from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, Link, get_device
 from dtransformer.planner.cost import Cost
 from dtransformer.planner.job import Job
-from dtransformer.planner.models import from_network, named
+from dtransformer.planner.models import from_network, get_model
 from dtransformer.planner.search import Plan, cost, plan
 from dtransformer.planner.shape import ModelShape
 
@@ -36,8 +36,8 @@ __all__ = [
     "TransformerOpParallelConfig",
     "auto_config",
     "cost",
-    "device_named",
     "from_network",
-    "named",
+    "get_device",
+    "get_model",
     "plan",
 ]

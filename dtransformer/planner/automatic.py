@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner import report
-from dtransformer.planner.clusters import Cluster, Device, device_named
+from dtransformer.planner.clusters import Cluster, Device, get_device
 from dtransformer.planner.job import Job
 from dtransformer.planner.machine import this_cluster
-from dtransformer.planner.models import from_network, named
+from dtransformer.planner.models import from_network, get_model
 from dtransformer.planner.search import Plan, plan
 from dtransformer.planner.shape import ModelShape
 
@@ -49,11 +49,11 @@ def automatic_plan(
         InputError: If no layout fits into memory, or if no layout has the fixed fields.
     """
     if isinstance(model, str):
-        model = named(model)
+        model = get_model(model)
     elif not isinstance(model, ModelShape):
         model = from_network(model)
     if cluster is None:
-        device = device_named(device) if isinstance(device, str) else device
+        device = get_device(device) if isinstance(device, str) else device
         cluster = this_cluster(device, local_devices)
     result = plan(model, cluster, Job(global_batch, precision, optimizer, fixed or {}, averages))
     if not result.fits:
@@ -94,7 +94,7 @@ def summary(result: Plan) -> str:
 
     Example:
 
-    >>> cluster = Cluster(device_named("a100"), 4)
+    >>> cluster = Cluster(get_device("a100"), 4)
     >>> print(summary(automatic_plan("gpt2_small", 32, cluster=cluster)))
     Layout: data 4 · ... Chosen by the planner: ... s/step and ... GB/device on ... fit...
     """

@@ -40,8 +40,8 @@ def default_batch(
 
     Example:
 
-    >>> from dtransformer.planner.models import named
-    >>> default_batch(named("llama2_7b"), 8)[0]
+    >>> from dtransformer.planner.models import get_model
+    >>> default_batch(get_model("llama2_7b"), 8)[0]
     1024
     """
     length = model.sequence_length

@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
-from dtransformer.errors import InputError, check_int, shown
+from dtransformer.errors import InputError, check_int, short_repr
 from dtransformer.tables import read_table
 
 
@@ -106,7 +106,7 @@ class Device:
 
         Example:
 
-        >>> device_named("h100").accuracy().split(".")[0]
+        >>> get_device("h100").accuracy().split(".")[0]
         'No step on this GPU was compared with a measured one'
         """
         kind = {"measured": "measured", CPU.source: "cpu"}.get(self.source, "custom")
@@ -176,7 +176,7 @@ class Cluster:
         return f"{self.num_devices} × {self.device.name} ({where})"
 
 
-def device_named(name: str) -> Device:
+def get_device(name: str) -> Device:
     """Return a device from the table of GPUs.
 
     Args:
@@ -188,14 +188,14 @@ def device_named(name: str) -> Device:
 
     Example:
 
-    >>> device_named("a100").memory_gb
+    >>> get_device("a100").memory_gb
     80
     """
     key = str(name).lower().replace("_", "-")
     key = FAMILIES.get(key, key)
     if key not in DEVICES:
         raise InputError(
-            f"Unknown device {shown(name)}, expected one of {', '.join([*DEVICES, *FAMILIES])}, or "
+            f"Unknown device {short_repr(name)}, expected one of {', '.join([*DEVICES, *FAMILIES])}, or "
             "a file written by --measure."
         )
     return DEVICES[key]

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from dtransformer.errors import InputError, nearest, refusing, shown
+from dtransformer.errors import InputError, raise_as_input_error, short_repr, suggest
 from dtransformer.parallel.config.config import NOT_ELEMENTWISE, TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import Topology, divisors
 from dtransformer.parallel.config.validators import check_supported
@@ -35,7 +35,7 @@ def enumerate_layouts(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
     if not groups:
         reason = mismatch(model, cluster, job) or _explain_conflict(model, cluster, job, fixed)
         raise InputError(reason)
-    layouts = Layouts.joined(groups)
+    layouts = Layouts.concatenate(groups)
     supported = _is_supported(layouts, other_fields, cluster.local_devices)
     if not supported.any():
         reason = supported_error(layouts.config(0, other_fields))
@@ -133,7 +133,7 @@ def _expand_degrees(model, allowed, levels, *, t, p, c, e, data, batch, local):
         return None
     m, v, schedule = np.repeat(np.array(rows), len(variants), axis=0).T
     recompute, level, sequence = np.tile(np.array(variants), (len(rows), 1)).T
-    return Layouts.of(
+    return Layouts.from_columns(
         model=t, stage=p, context=c, expert=e, data=data, micro_batch=batch // m, micro_batches=m,
         chunks=v, schedule=schedule, recompute=recompute, level=level, sequence=sequence,
         rows=allowed("rows", [1]) or 0, local=local,
@@ -149,8 +149,8 @@ def _fixed_columns(job):
     names = TransformerOpParallelConfig.__dataclass_fields__
     for name in job.fixed:
         if name not in names:
-            raise InputError(f"Unknown field {shown(name)} in `fixed`: {nearest(name, names)}")
-    with refusing("fixed"):
+            raise InputError(f"Unknown field {short_repr(name)} in `fixed`: {suggest(name, names)}")
+    with raise_as_input_error("fixed"):
         config = job.fixed_config()
     columns = {}
     other_fields = {}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dtransformer.errors import InputError, check_int, shown
+from dtransformer.errors import InputError, check_int, short_repr
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
 
@@ -101,11 +101,11 @@ class Job:
         check_int("global_batch", self.global_batch)
         if self.precision not in (None, *PRECISIONS):
             raise InputError(
-                f"`precision` must be one of {', '.join(PRECISIONS)}, got {shown(self.precision)}."
+                f"`precision` must be one of {', '.join(PRECISIONS)}, got {short_repr(self.precision)}."
             )
         if self.optimizer not in OPTIMIZERS:
             raise InputError(
-                f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {shown(self.optimizer)}."
+                f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {short_repr(self.optimizer)}."
             )
 
     def on(self, device: Device) -> "Job":

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from dtransformer.errors import InputError, refusing
+from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
@@ -57,7 +57,7 @@ class Layouts:
     local: np.ndarray
 
     @classmethod
-    def of(cls, **columns) -> "Layouts":
+    def from_columns(cls, **columns) -> "Layouts":
         """Build layouts from columns. Scalars apply to every layout.
 
         Missing columns get their minimum: 0 for `recompute`, `level`, `sequence` and `schedule`,
@@ -74,7 +74,7 @@ class Layouts:
         )
 
     @classmethod
-    def joined(cls, parts: Iterable["Layouts"]) -> "Layouts":
+    def concatenate(cls, parts: Iterable["Layouts"]) -> "Layouts":
         """Return the concatenation of several tables of layouts."""
         parts = list(parts)
         columns = {}
@@ -187,7 +187,7 @@ def layout_from_config(
         InputError: If the product of the degrees is not the number of devices, or if
             `data_parallel · micro_batch_num` does not divide the batch.
     """
-    with refusing(kinds=ValueError):
+    with raise_as_input_error(kinds=ValueError):
         config = config.resolve(cluster.num_devices)
     parts = config.data_parallel * config.micro_batch_num
     if global_batch % parts:
@@ -199,7 +199,7 @@ def layout_from_config(
         column: column_value(name, getattr(config, name)) for name, column in COLUMNS.items()
     }
     columns["local"] = cluster.local_devices
-    return Layouts.of(micro_batch=global_batch // parts, **columns)
+    return Layouts.from_columns(micro_batch=global_batch // parts, **columns)
 
 
 def column_value(name: str, value) -> int:
@@ -212,16 +212,16 @@ def column_value(name: str, value) -> int:
     if name == "pipeline_schedule":
         return SCHEDULE_NAMES.index(value)
     if name == "recompute":
-        return RECOMPUTES.index(recompute_of(value))
+        return RECOMPUTES.index(get_recompute_level(value))
     return int(not value) if name == "vocab_emb_dp" else int(value)
 
 
-def recompute_of(value: bool | TransformerRecomputeConfig) -> str:
+def get_recompute_level(value: bool | TransformerRecomputeConfig) -> str:
     """Return the entry of `RECOMPUTES` that is closest to a config's `recompute`.
 
     Example:
 
-    >>> recompute_of(True), recompute_of(TransformerRecomputeConfig(select=("attention",)))
+    >>> get_recompute_level(True), get_recompute_level(TransformerRecomputeConfig(select=("attention",)))
     ('full', 'attention')
     """
     if isinstance(value, bool):

@@ -8,7 +8,7 @@ otherwise `dtransformer.init` raises an error.
 import os
 import re
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.nvidia_driver import gpu_names
 from dtransformer.planner.clusters import CPU, DEVICES, FAMILIES, Cluster, Device, Link
 
@@ -83,7 +83,7 @@ def find_gpu(name: str) -> Device:
         if family.upper() in words:
             return DEVICES[default]
     raise InputError(
-        f"The planner has no figures for the GPU {shown(name)}. Measure it with `dtransformer plan "
+        f"The planner has no figures for the GPU {short_repr(name)}. Measure it with `dtransformer plan "
         "--measure FILE`, or specify a device."
     )
 

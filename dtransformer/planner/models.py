@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from dtransformer.architectures import Architecture, architecture_named
-from dtransformer.errors import InputError, refusing, shown
+from dtransformer.architectures import Architecture, get_architecture
+from dtransformer.errors import InputError, raise_as_input_error, short_repr
 from dtransformer.planner.shape import ModelShape
 from dtransformer.transformer_config import TransformerConfig
 
@@ -12,7 +12,7 @@ _DEFAULT_LENGTH = 512  # Training length of models without a maximum length.
 _OPTIONS = {field.name for field in dataclasses.fields(ModelShape)} - {"name", "config"}
 
 
-def named(name: str, /, **changes) -> ModelShape:
+def get_model(name: str, /, **changes) -> ModelShape:
     """Return the shape of a published model.
 
     Args:
@@ -24,11 +24,11 @@ def named(name: str, /, **changes) -> ModelShape:
 
     Example:
 
-    >>> named("llama2-7b").num_blocks, named("bert_base", sequence_length=128).sequence_length
+    >>> get_model("llama2-7b").num_blocks, get_model("bert_base", sequence_length=128).sequence_length
     (32, 128)
     """
     try:
-        key, architecture = architecture_named(name)
+        key, architecture = get_architecture(name)
     except InputError as error:
         hint = "A YAML file or the folder of a published model is also possible."
         raise InputError(f"{error} {hint}") from None
@@ -50,10 +50,10 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
     for key in sizes:
         if "expert" in key:
             raise InputError(
-                f"{name}: unknown field `{key}`, got {shown(sizes[key])}. Set experts in "
+                f"{name}: unknown field `{key}`, got {short_repr(sizes[key])}. Set experts in "
                 "`moe_config`, a mapping of the fields of MoEConfig."
             )
-    with refusing(name):
+    with raise_as_input_error(name):
         config = TransformerConfig.from_arguments(architecture.network, **arguments)
     length = arguments.get("max_length") or arguments.get("max_target_length")
     return ModelShape(name, config, **{"sequence_length": length or _DEFAULT_LENGTH, **options})
@@ -80,7 +80,7 @@ def from_network(network: object, **changes) -> ModelShape:
     return from_architecture(network.name, architecture, **changes)
 
 
-def checked(kind, fields: Mapping):
+def make_checked(kind, fields: Mapping):
     """Return `kind(**fields)` for a dataclass `kind`, with one-line errors for wrong fields.
 
     Raises:
@@ -90,7 +90,7 @@ def checked(kind, fields: Mapping):
     for name in fields:
         if name not in names:
             raise InputError(
-                f"{kind.__name__} has no field {shown(name)}. Its fields are {', '.join(names)}."
+                f"{kind.__name__} has no field {short_repr(name)}. Its fields are {', '.join(names)}."
             )
     try:
         return kind(**fields)

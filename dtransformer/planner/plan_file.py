@@ -6,8 +6,8 @@ import os
 import yaml
 
 from dtransformer.architectures import ARCHITECTURES
-from dtransformer.planner.models import named
-from dtransformer.planner.report import fields_of
+from dtransformer.planner.models import get_model
+from dtransformer.planner.report import get_changed_fields
 from dtransformer.planner.search import Plan
 from dtransformer.planner.shape import ModelShape
 from dtransformer.transformer_config import PAIR, TRANSLATION
@@ -19,7 +19,7 @@ _STACK_PATHS = {
 }
 
 
-def yaml_of(plan: Plan, folder: str | os.PathLike | None = None) -> str:
+def plan_to_yaml(plan: Plan, folder: str | os.PathLike | None = None) -> str:
     """Return the best layout of a plan as YAML.
 
     A published folder or a preset gives a full config, except for the data. Other models, and
@@ -33,7 +33,7 @@ def yaml_of(plan: Plan, folder: str | os.PathLike | None = None) -> str:
     model = plan.model
     job = plan.job
     cluster = plan.cluster
-    content = {"parallel": fields_of(plan.best.config)}
+    content = {"parallel": get_changed_fields(plan.best.config)}
     section = _model_section(model, folder)
     if section is None or (job.precision == "bfloat16" and not model.adapter_rank):
         steps = [
@@ -83,7 +83,7 @@ def _model_section(model, folder):
         section = {"from": str(folder)}
     elif model.name not in ARCHITECTURES:
         return None
-    elif full != named(model.name, sequence_length=model.sequence_length):
+    elif full != get_model(model.name, sequence_length=model.sequence_length):
         return None
     elif model == full:
         section = {"preset": model.name}

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from dtransformer.errors import check_installed, refusing
+from dtransformer.errors import check_installed, raise_as_input_error
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.budget import training_hours
 from dtransformer.planner.cost import Cost, evaluate
@@ -32,7 +32,7 @@ _ASSUMPTIONS = (
 )
 
 
-def text_of(plan: Plan, tokens: float | None = None) -> str:
+def plan_to_text(plan: Plan, tokens: float | None = None) -> str:
     """Return a plan as text: layouts, costs of the best layout, the reason and the accuracy.
 
     Args:
@@ -107,7 +107,7 @@ def _share_table(values, header, form):
     return columns([header, *rows], right=(1, 2))
 
 
-def json_of(plan: Plan, tokens: float | None = None) -> dict:
+def plan_to_json(plan: Plan, tokens: float | None = None) -> dict:
     """Return a plan as a JSON object. Names of numeric fields end with their unit.
 
     Args:
@@ -139,14 +139,14 @@ def json_of(plan: Plan, tokens: float | None = None) -> dict:
 def cost_to_json(cost: Cost) -> dict:
     """Return a cost as a JSON object."""
     extra = {
-        "config": fields_of(cost.config),
+        "config": get_changed_fields(cost.config),
         "fits": cost.fits,
         "missing_bytes": cost.missing_bytes,
     }
     return {**vars(cost), **extra}
 
 
-def fields_of(config: TransformerOpParallelConfig) -> dict:
+def get_changed_fields(config: TransformerOpParallelConfig) -> dict:
     """Return the config fields that differ from their defaults, with plain values."""
     default = dataclasses.asdict(TransformerOpParallelConfig())
     fields = dataclasses.asdict(config)
@@ -174,7 +174,7 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     _draw_frontier(frontier, plan)
     names = "\n".join(f"{i}: {cost.layout}" for i, cost in enumerate(plan.costs, start=1))
     figure.suptitle(f"{plan.model.name} on {plan.cluster}\n{names}", fontsize=8)
-    with refusing(f"{path}: unknown file type"):
+    with raise_as_input_error(f"{path}: unknown file type"):
         figure.savefig(path, dpi=120)
 
 

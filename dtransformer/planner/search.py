@@ -60,7 +60,7 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
     tenth of a device, the one with the fewest techniques does.
 
     Args:
-        model: A `ModelShape`, such as `models.named("gpt_175b")`.
+        model: A `ModelShape`, such as `models.get_model("gpt_175b")`.
         cluster: A `Cluster`.
         job: A `Job`.
         top: Integer. Maximum number of layouts to return.
@@ -71,9 +71,9 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
 
     Example:
 
-    >>> from dtransformer.planner.clusters import device_named
-    >>> from dtransformer.planner.models import named
-    >>> result = plan(named("llama2_7b"), Cluster(device_named("h100"), 8), Job(global_batch=64))
+    >>> from dtransformer.planner.clusters import get_device
+    >>> from dtransformer.planner.models import get_model
+    >>> result = plan(get_model("llama2_7b"), Cluster(get_device("h100"), 8), Job(global_batch=64))
     >>> result.fits, result.best.config.data_parallel * result.best.config.model_parallel
     (True, 8)
     """

@@ -10,11 +10,11 @@ import numpy as np
 from dtransformer.block_forms import (
     Latent,
     Placement,
-    arguments_of_block,
+    get_block_arguments,
+    get_placement,
     has_experts,
-    placement_of,
 )
-from dtransformer.errors import InputError, check_int, shown
+from dtransformer.errors import InputError, check_int, short_repr
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.transformer_config import DECODER, ENCODER, TRANSLATION, TransformerConfig
 
@@ -86,7 +86,7 @@ class ModelShape:
         for name in self.adapter_targets:
             if name not in self._adapters():
                 raise InputError(
-                    f"{self.name}: unknown name {shown(name)} in `adapter_targets`, expected "
+                    f"{self.name}: unknown name {short_repr(name)} in `adapter_targets`, expected "
                     f"some of {', '.join(self._adapters())}."
                 )
 
@@ -127,7 +127,7 @@ class ModelShape:
     @property
     def latent(self) -> Latent | None:
         """Sizes of multi-head latent attention, or `None` for plain projections."""
-        return Latent.of(self.config.attention.latent)
+        return Latent.from_sizes(self.config.attention.latent)
 
     @property
     def experts(self) -> MoEConfig:
@@ -147,7 +147,7 @@ class ModelShape:
     @property
     def placement(self) -> Placement:
         """Positions of the norms in a block."""
-        return placement_of(vars(self.config.block))
+        return get_placement(vars(self.config.block))
 
     @functools.cached_property
     def kinds(self) -> tuple[BlockKind, ...]:
@@ -266,7 +266,7 @@ class ModelShape:
         return gains.get(options.qk_norm, 2 * d) + latents + n * options.sinks + activation
 
     def _adapters(self):
-        """Return a dict from product names to features as in `adapters_of_block`, or `None`."""
+        """Return a dict from product names to features as in `get_block_adapters`, or `None`."""
         h = self.config.hidden_size
         dense = dict.fromkeys(_DENSE, (h, self.config.ffn_hidden_size))
         products = {**self.attention_kernels(), **dense, "head": (h, self.config.vocab_size)}
@@ -280,7 +280,7 @@ class ModelShape:
             adapters[name] = x, y, outputs if self.adapter_kind == "dora" else 0
         return adapters
 
-    def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int, int]]:
+    def get_block_adapters(self, kind: BlockKind) -> list[tuple[int, int, int]]:
         """Return the products of a block that have adapters.
 
         Returns:
@@ -298,7 +298,7 @@ class ModelShape:
 
     def adapter_parameters(self, kind: BlockKind) -> int:
         """Return the number of adapter parameters of a block."""
-        return self._count_adapters(self.adapters_of_block(kind))
+        return self._count_adapters(self.get_block_adapters(kind))
 
     def _count_adapters(self, products):
         return sum(self.adapter_rank * (x + y) + magnitudes for x, y, magnitudes in products)
@@ -341,7 +341,7 @@ class ModelShape:
         if config.embedding.positions == "relative":
             total += num_stacks * config.num_heads * config.embedding.relative_ranges
         if config.network in (DECODER, ENCODER):
-            blocks = [arguments_of_block(vars(config.block), i) for i in range(config.num_layers)]
+            blocks = [get_block_arguments(vars(config.block), i) for i in range(config.num_layers)]
             total -= self._norm() * sum(not x.get("attention_norm", True) for x in blocks)
         if config.network == ENCODER:
             biases = h * config.block.use_bias
@@ -355,8 +355,8 @@ class ModelShape:
 
         Example:
 
-        >>> from dtransformer.planner.models import named
-        >>> f"{named('gpt_175b').parameters() / 1e9:.1f} billion"
+        >>> from dtransformer.planner.models import get_model
+        >>> f"{get_model('gpt_175b').parameters() / 1e9:.1f} billion"
         '174.6 billion'
         """
         blocks = sum(kind.number * self.block_parameters(kind) for kind in self.kinds)
@@ -381,8 +381,8 @@ class ModelShape:
 
         Example:
 
-        >>> from dtransformer.planner.models import named
-        >>> named("llama2_7b", adapter_rank=8).trained_parameters()
+        >>> from dtransformer.planner.models import get_model
+        >>> get_model("llama2_7b", adapter_rank=8).trained_parameters()
         4194304
         """
         if self.adapter_rank:

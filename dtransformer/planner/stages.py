@@ -37,8 +37,8 @@ def stage_kinds(model: ModelShape, placement: Placement) -> tuple[StageKind, ...
 
     Example:
 
-    >>> from dtransformer.planner.models import named
-    >>> for kind in stage_kinds(named("transformer_base"), Placement.looped(4)):
+    >>> from dtransformer.planner.models import get_model
+    >>> for kind in stage_kinds(get_model("transformer_base"), Placement.looped(4)):
     ...     print(kind)
     StageKind(first=0, blocks=(3, 0), has_embedding=True, has_head=False)
     StageKind(first=1, blocks=(3, 0), has_embedding=False, has_head=False)

@@ -114,7 +114,7 @@ def block_passes(
     start = device.constants.pass_overhead_us * 1e-6
     forward = products + core + memory_seconds(device, moved * item)
     adapter_seconds = 0.0
-    for inputs, outputs, _ in model.adapters_of_block(kind):
+    for inputs, outputs, _ in model.get_block_adapters(kind):
         adapter_seconds += product(rows, inputs, model.adapter_rank)
         adapter_seconds += product(rows, model.adapter_rank, outputs / t)
     if kind.is_frozen:

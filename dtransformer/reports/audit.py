@@ -229,6 +229,6 @@ def _iterate_operations(graph):
         yield operation
         for attribute in operation.node_def.attr.values():
             if attribute.HasField("func"):
-                inner = _compat.graph_of_function(graph, attribute.func.name)
+                inner = _compat.get_function_graph(graph, attribute.func.name)
                 if inner is not None:
                     yield from _iterate_operations(inner)

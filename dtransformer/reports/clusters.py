@@ -31,7 +31,7 @@ class ClusterReport:
     outside: Mapping
 
     @classmethod
-    def of(cls, graphs: Iterable) -> "ClusterReport":
+    def from_graphs(cls, graphs: Iterable) -> "ClusterReport":
         """Return the report of optimized `GraphDef`s."""
         counts = collections.Counter(node.op for graph in graphs for node in graph.node)
         clusters = sum(counts[op] for op in _CLUSTERS)

@@ -12,7 +12,7 @@ from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
-from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_here
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.formulas import sums_over_model
@@ -37,7 +37,7 @@ class CommunicationReport:
     formula: dict = dataclasses.field(default_factory=dict)
     exchanged: dict = dataclasses.field(default_factory=dict)
 
-    def of_layer(self, path):
+    def get_layer(self, path):
         """Return the collectives of the layer at `path` and of its sublayers."""
         return [c for c in self.collectives if f"/{path}/" in f"/{c.layer}/"]
 
@@ -86,7 +86,7 @@ class CommunicationReport:
 
     def exchanged_bytes(self, path):
         """Return the bytes that a device sends in all-to-alls between the experts of a block."""
-        collectives = self.of_layer(path)
+        collectives = self.get_layer(path)
         all_to_alls = (c for c in collectives if c.over == "data" and c.kind == "all-to-all")
         return sum(c.bytes_sent for c in all_to_alls)
 
@@ -98,7 +98,7 @@ class CommunicationReport:
         of an all-reduce.
         """
         elements = 0
-        for c in self.of_layer(path):
+        for c in self.get_layer(path):
             if c.over == "model":
                 elements += c.elements if c.kind == "all-reduce" else c.elements / 2
         return round(elements)
@@ -160,7 +160,7 @@ def expert_formula(network, stream_shapes):
     formula = {}
     for stack, block in _blocks(network, stream_shapes):
         for layer in filter(lambda part: isinstance(part, MoE), _sublayers(block)):
-            recomputes = block.recomputes or layer.recomputes
+            recomputes = block.is_recomputed or layer.is_recomputed
             formula[f"{stack.name}/{block.name}"] = all_to_all_bytes(
                 layer, stream_shapes[stack.name], recomputes
             )
@@ -246,7 +246,7 @@ def _sharded_adapter_rank(weight, of_inputs=False):
         weight: A Keras variable.
         of_inputs: Boolean, whether to count only kernels with sharded inputs.
     """
-    addition = low_rank_of(weight)
+    addition = get_low_rank(weight)
     if addition is None:
         return 0
     inputs = weight.logical_axes[0]
@@ -258,7 +258,7 @@ def _sharded_adapter_rank(weight, of_inputs=False):
 
 def _num_summed_norms(weight):
     """Return the number of magnitude norms that are summed over the model axis."""
-    m = getattr(low_rank_of(weight), "m", None)
+    m = getattr(get_low_rank(weight), "m", None)
     return 0 if m is None or mesh_axis(weight.logical_axes[0]) != "model" else math.prod(m.shape)
 
 

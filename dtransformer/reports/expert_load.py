@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.errors import check_installed
-from dtransformer.files import replacing
+from dtransformer.files import atomic_write
 from dtransformer.layers.moe import MoE
 from dtransformer.parallel.expert_parallel.capacity_slots import capacity
-from dtransformer.parallel.expert_parallel.token_groups import axis_of_groups
+from dtransformer.parallel.expert_parallel.token_groups import get_group_axis
 from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
 from dtransformer.parallel.runtime import job
 from dtransformer.tables import columns
@@ -49,7 +49,7 @@ class LayerLoad:
     entropy: float
 
     @classmethod
-    def of(cls, layer: str, loads: np.ndarray) -> "LayerLoad":
+    def from_loads(cls, layer: str, loads: np.ndarray) -> "LayerLoad":
         """Return the load from the array [E + 3] that a `MoE` reports for `layer`."""
         accepted = loads[: -len(NUMBERS)]
         scalars = loads[-len(NUMBERS) :]
@@ -97,7 +97,7 @@ class ExpertLoad:
             InputError: If matplotlib is missing or the file cannot be written.
         """
         figure = self.plot()
-        with replacing(path) as fresh:
+        with atomic_write(path) as fresh:
             figure.savefig(fresh, dpi=120, format="png")
 
     def plot(self):
@@ -139,7 +139,7 @@ def buffer_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
         max_tokens = capacity(batch * length, config)
     else:
         size = min(config.expert_group_size, length)
-        in_sequence = math.ceil(length / size) // axis_size(axis_of_groups(length, size))
+        in_sequence = math.ceil(length / size) // axis_size(get_group_axis(length, size))
         groups = batch // shards * in_sequence
         max_tokens = capacity(size, config)
     slots = size if max_tokens is None else min(max_tokens, size)

@@ -22,7 +22,7 @@ from dtransformer.parallel.pipeline_parallel.stage_assignment import is_here
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type, logical_gpus
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.weights.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from dtransformer.parallel.zero.variables import (
     FlatShardedVariable,
     FullyShardedVariable,
@@ -80,7 +80,7 @@ class MemoryReport:
         return f"{table}\nattention: {self.attention}" if self.attention else table
 
 
-def memory_report(network, optimizer, update, input_shapes, num_kept=1):
+def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1):
     """Return the memory report of a trainer that has run a step.
 
     Args:
@@ -89,7 +89,7 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         update: Its `ShardedOptimizer`.
         input_shapes: Nested shapes of the inputs that this rank's mesh computes in one call, or
             `None`.
-        num_kept: Number of such inputs whose activations are stored simultaneously.
+        num_stored_passes: Number of such inputs whose activations are stored simultaneously.
 
     Returns:
         A `MemoryReport`.
@@ -101,12 +101,12 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     master_weights = [w for w in trained if isinstance(w, MasterShardedVariable)]
     frozen = network.non_trainable_variables
     frozen_copies = [w.copy for w in frozen if isinstance(w, MasterShardedVariable)]
-    other_weights = own_shards(frozen) + frozen_copies
-    weights = own_shards(w for w in trained if not isinstance(w, MasterShardedVariable))
+    other_weights = get_local_shards(frozen) + frozen_copies
+    weights = get_local_shards(w for w in trained if not isinstance(w, MasterShardedVariable))
     weights += [w.copy for w in master_weights] + other_weights
     states = [v for v in optimizer.variables if v.shape.rank]
     planned_states = _state_bytes(optimizer, states, update)
-    states += own_shards(master_weights)
+    states += get_local_shards(master_weights)
     planned_weights = _bytes(other_weights)
     planned_gradients = 0
     for row in plan.parameters:
@@ -122,7 +122,7 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         MemoryRow("weights", planned_weights, _bytes(weights)),
         MemoryRow("gradients", planned_gradients, update.gradient_bytes),
         MemoryRow("optimizer states", planned_states, _bytes(states)),
-        MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
+        MemoryRow("activations", activation_bytes(network, input_shapes, num_stored_passes)),
     )
     # Communication between several logical GPUs goes through the host, without NCCL.
     if device_type() == "GPU" and logical_gpus() == 1:
@@ -172,7 +172,7 @@ def _weight_bytes(row, variable):
     return elements * _item_bytes(row, variable)
 
 
-def activation_bytes(network, input_shapes, num_kept=1):
+def activation_bytes(network, input_shapes, num_stored_passes=1):
     """Return the bytes of the activations that blocks save for the backward pass.
 
     The result is for one device and the blocks of its pipeline stage, see
@@ -182,12 +182,12 @@ def activation_bytes(network, input_shapes, num_kept=1):
     Args:
         network: A `keras.Model`. Without a method `stream_shapes` the result is 0.
         input_shapes: Nested shapes of the inputs that the mesh computes in one call.
-        num_kept: Number of such inputs whose activations are stored simultaneously.
+        num_stored_passes: Number of such inputs whose activations are stored simultaneously.
     """
     config = get_parallel_config()
     total = 0
     batch_fraction = (
-        num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
+        num_stored_passes / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
     )
     item = tf.as_dtype(network.compute_dtype).size
     for stack, (b, s, h), memory in _iterate_stacks(network, input_shapes):
@@ -265,7 +265,7 @@ def _block_bytes(block, shape, lengths, implementations, item, config):
         experts["shared_experts"] = feed_forward.config.shared_experts
     inner = feed_forward.ffn_hidden_size if experts else options["ffn_hidden_size"]
     n = options["num_heads"]
-    latent = Latent.of(options.get("latent"))
+    latent = Latent.from_sizes(options.get("latent"))
     sizes = BlockSizes(
         length=s,
         attended=lengths,

@@ -64,7 +64,7 @@ class WeightPlan:
     stages: tuple = ()
 
     @classmethod
-    def of(cls, variables, shard=None, stages=(), layouts=()):
+    def from_variables(cls, variables, shard=None, stages=(), layouts=()):
         """Build the plan from a list of Keras variables.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.planner.models import from_network
 
@@ -73,7 +73,7 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
         if isinstance(getattr(network, "arguments", None), Mapping) and not flops:
             (rows, source, _) = streams[0]
             (_, target, _) = streams[-1]
-            rank = int(any(low_rank_of(x) and not x.trainable for x in network.variables))
+            rank = int(any(get_low_rank(x) and not x.trainable for x in network.variables))
             changes = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
             with contextlib.suppress(InputError):  # The planner rejects networks without blocks.
                 flops = rows * from_network(network, **changes).flops_per_sequence()

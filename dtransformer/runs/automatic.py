@@ -8,11 +8,11 @@ from dtransformer.planner.automatic import automatic_plan
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import this_cluster
 from dtransformer.planner.models import from_architecture
-from dtransformer.planner.report import fields_of
+from dtransformer.planner.report import get_changed_fields
 from dtransformer.planner.search import Plan
 from dtransformer.planner.shape import ModelShape
 from dtransformer.runs.config import RunConfig
-from dtransformer.runs.options import USUAL_VOCABULARY, TranslationData
+from dtransformer.runs.options import DEFAULT_VOCAB_SIZE, TranslationData
 from dtransformer.transformer_config import TRANSLATION
 
 _ATTENTION = (
@@ -32,7 +32,7 @@ _ADAPTABLE_KERNELS = {
 _LENGTH_DIVISOR = 4
 
 
-def plan_of_run(
+def plan_run(
     config: RunConfig, cluster: Cluster | None = None, fixed: Mapping | None = None
 ) -> Plan:
     """Plan the layout of a run.
@@ -51,19 +51,19 @@ def plan_of_run(
     """
     training = config.training
     cluster = cluster or this_cluster(local_devices=training.local_devices)
-    length, rows = batch_of_run(config, cluster.num_devices)
+    length, rows = typical_batch(config, cluster.num_devices)
     return automatic_plan(
-        shape_of_run(config, length),
+        get_run_shape(config, length),
         rows,
         cluster=cluster,
         precision=training.precision,
         optimizer=training.optimizer,
         averages=bool(training.ema),
-        fixed=fields_of(config.parallel) if fixed is None else fixed,
+        fixed=get_changed_fields(config.parallel) if fixed is None else fixed,
     )
 
 
-def batch_of_run(config: RunConfig, devices: int) -> tuple[int, int]:
+def typical_batch(config: RunConfig, devices: int) -> tuple[int, int]:
     """Return the typical row length in tokens and the number of rows of a global batch.
 
     Sentences of the translation task vary in length. Their typical length is `data.packed_length`,
@@ -82,7 +82,7 @@ def batch_of_run(config: RunConfig, devices: int) -> tuple[int, int]:
     return length, 2 ** (max(rows // devices, 1).bit_length() - 1) * devices
 
 
-def shape_of_run(config: RunConfig, length: int) -> ModelShape:
+def get_run_shape(config: RunConfig, length: int) -> ModelShape:
     """Return the shape of a run's model for the planner, without building the model.
 
     Args:
@@ -92,7 +92,7 @@ def shape_of_run(config: RunConfig, length: int) -> ModelShape:
     Raises:
         InputError: If the preset or the folder of the model does not exist.
     """
-    vocab_size = config.tokenizer.vocab_size or USUAL_VOCABULARY
+    vocab_size = config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
     if not isinstance(config.data, TranslationData):
         networks = importlib.import_module("dtransformer.runs.networks")  # imports TensorFlow
         base = networks.architecture(config, _task_class(config).kind.__name__, vocab_size)
@@ -118,7 +118,9 @@ def shape_of_run(config: RunConfig, length: int) -> ModelShape:
 
 
 def _task_class(config):
-    return importlib.import_module("dtransformer.runs.tasks").class_of(config)  # imports TensorFlow
+    return importlib.import_module("dtransformer.runs.tasks").get_task_class(
+        config
+    )  # imports TensorFlow
 
 
 def _adapter_targets(patterns):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from dtransformer.errors import check_installed, one_line
+from dtransformer.errors import check_installed, to_one_line
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import CSV, TENSORBOARD
@@ -140,7 +140,7 @@ class Samples(EverySteps):
             warnings.warn(f"evaluation.samples: {error}", stacklevel=2)
             return
         for prompt, text in zip(self._prompts, texts):
-            job.print_once(f"{when}, {prompt} … {one_line(text)}")
+            job.print_once(f"{when}, {prompt} … {to_one_line(text)}")
 
 
 class LogSink(keras.callbacks.Callback):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic
 
-from dtransformer.errors import InputError, nearest, shown
+from dtransformer.errors import InputError, short_repr, suggest
 from dtransformer.inputs.json_file import problem
 from dtransformer.inputs.yaml_file import parse_setting, read_yaml, yaml_text
 from dtransformer.runs.options import SECTIONS
@@ -35,7 +35,7 @@ class RunConfig:
 
     def __init__(self, task: str = TRANSLATION):
         if not isinstance(task, str) or task not in SECTIONS:
-            raise InputError(f"`task`: unknown task {shown(task)}; {nearest(task, SECTIONS)}")
+            raise InputError(f"`task`: unknown task {short_repr(task)}; {suggest(task, SECTIONS)}")
         self.task = task
         for name, kind in SECTIONS[task].items():
             setattr(self, name, kind())
@@ -50,7 +50,7 @@ class RunConfig:
     def keys(self) -> list[str]:
         """Return the names of all options, each "section.key"."""
         return [
-            f"{name}.{key_of(field.name)}"
+            f"{name}.{yaml_key(field.name)}"
             for name, section in self.sections().items()
             for field in dataclasses.fields(section)
         ]
@@ -62,7 +62,7 @@ class RunConfig:
         return getattr(owner, name if hasattr(owner, name) else f"{name}_")
 
 
-def key_of(field: str) -> str:
+def yaml_key(field: str) -> str:
     """Return the YAML key of a field. Fields named like a Python keyword end with "_": `from_`."""
     return field.rstrip("_")
 
@@ -103,7 +103,8 @@ def load_config(
         elif value not in (None, {}):
             expected = "be `auto` or " if key == "parallel" else ""
             raise InputError(
-                f"{origin}: section `{key}` must {expected}contain keys and values, got {shown(value)}."
+                f"{origin}: section `{key}` must {expected}contain keys and values, got "
+                f"{short_repr(value)}."
             )
     return config
 
@@ -124,7 +125,7 @@ def save_config(config: RunConfig, path: str | os.PathLike) -> None:
     content = {"task": config.task}
     for name, section in config.sections().items():
         fields = dataclasses.asdict(section)
-        content[name] = {key_of(field): value for field, value in fields.items()}
+        content[name] = {yaml_key(field): value for field, value in fields.items()}
     write_text_atomically(path, yaml_text(content))
 
 
@@ -146,12 +147,12 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
         return set_option(config, outer, {**dataclasses.asdict(own), inner: value}, origin)
     if key not in known:
         raise InputError(
-            f"{origin}: unknown key `{key[:_MAX_KEY]}` with value {shown(value)}. "
+            f"{origin}: unknown key `{key[:_MAX_KEY]}` with value {short_repr(value)}. "
             f"{_nearest(config, key)}"
         )
     section, name = key.split(".")
     owner = getattr(config, section)
-    field = next(f.name for f in dataclasses.fields(owner) if key_of(f.name) == name)
+    field = next(f.name for f in dataclasses.fields(owner) if yaml_key(f.name) == name)
     if key == "training.jit_compile" and value in ("true", "false"):  # Old runs stored texts.
         value = value == "true"
     try:
@@ -191,5 +192,5 @@ def _nearest(config, key):
     section = key.split(".")[0]
     if section in sections and "." in key:
         fields = dataclasses.fields(sections[section])
-        return f"Keys of {section}: {', '.join(key_of(field.name) for field in fields)}"
+        return f"Keys of {section}: {', '.join(yaml_key(field.name) for field in fields)}"
     return f"Sections: {', '.join(sections)}"

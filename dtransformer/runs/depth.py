@@ -7,8 +7,8 @@ from dtransformer.errors import InputError
 from dtransformer.planner import Cluster, Job, plan
 from dtransformer.planner.budget import optimal_batch_tokens
 from dtransformer.planner.models import from_architecture
-from dtransformer.planner.report import text_of
-from dtransformer.runs.options import USUAL_VOCABULARY
+from dtransformer.planner.report import plan_to_text
+from dtransformer.runs.options import DEFAULT_VOCAB_SIZE
 from dtransformer.runs.preview import new_config
 
 # GPT-2's row length in tokens
@@ -16,7 +16,7 @@ _TASK = "causal_lm"
 _LENGTH = 1024
 
 
-def options_of_depth(depth: int) -> dict[str, dict]:
+def make_depth_options(depth: int) -> dict[str, dict]:
     """Return the options of a run that trains a decoder with `depth` blocks, as a dict by section.
 
     For d blocks of width h with N weights, D training tokens and C training FLOPs:
@@ -35,7 +35,7 @@ def options_of_depth(depth: int) -> dict[str, dict]:
 
     Example:
 
-    >>> options_of_depth(12)["model"]
+    >>> make_depth_options(12)["model"]
     {'hidden_size': 768, 'num_heads': 12, 'num_layers': 12}
     """
     width = 64 * depth
@@ -52,7 +52,7 @@ def options_of_depth(depth: int) -> dict[str, dict]:
     }
 
 
-def config_of_depth(task: str, depth: int, cluster: Cluster) -> str:
+def make_depth_config(task: str, depth: int, cluster: Cluster) -> str:
     """Return the text of a config file for a decoder with `depth` blocks.
 
     The planner's table of layouts follows in comments.
@@ -67,14 +67,16 @@ def config_of_depth(task: str, depth: int, cluster: Cluster) -> str:
     """
     if task != _TASK:
         raise InputError(f"--depth only supports task {_TASK}, got {task}.")
-    options = options_of_depth(depth)
+    options = make_depth_options(depth)
     rows = options["training"]["batch_size"]
     on_cpu = cluster.device.name == "cpu"
     job = Job(rows, "float32" if on_cpu else None).on(cluster.device)
     options["training"]["precision"] = job.precision
-    arguments = {**options["model"], "vocab_size": USUAL_VOCABULARY, "max_length": _LENGTH}
+    arguments = {**options["model"], "vocab_size": DEFAULT_VOCAB_SIZE, "max_length": _LENGTH}
     model = from_architecture(f"depth {depth}", Architecture("CausalLM", arguments, ""))
-    table = "\n".join(f"# {x}".rstrip() for x in text_of(plan(model, cluster, job)).splitlines())
+    table = "\n".join(
+        f"# {x}".rstrip() for x in plan_to_text(plan(model, cluster, job)).splitlines()
+    )
     head = (
         f"# A language model of {depth} blocks. Width, heads, batch, rate and steps follow from them:\n"
         "# Brown et al., 2020, table 2.1; Hoffmann et al., 2022, table 3; DeepSeek-AI, 2024, §3.1.\n"

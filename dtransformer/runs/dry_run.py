@@ -9,23 +9,23 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from dtransformer.errors import InputError, refusing
+from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.parallel.config.config import TransformerOpParallelConfig, parallel_config
 from dtransformer.parallel.variable_factory import shapes_alone
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.grid import mismatch, supported_error
 from dtransformer.planner.job import Job
 from dtransformer.planner.machine import num_ranks, this_cluster, this_device
-from dtransformer.planner.report import fields_of, fit_line
+from dtransformer.planner.report import fit_line, get_changed_fields
 from dtransformer.planner.search import cost
 from dtransformer.runs import needs
-from dtransformer.runs.automatic import batch_of_run, plan_of_run, shape_of_run
+from dtransformer.runs.automatic import get_run_shape, plan_run, typical_batch
 from dtransformer.runs.callbacks import check_logs
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export
 from dtransformer.runs.optimizers import group_weights, make_optimizer
 from dtransformer.runs.run import layout_plan
-from dtransformer.runs.tasks import task_of
+from dtransformer.runs.tasks import make_task
 from dtransformer.runs.unread import check_read
 from dtransformer.trainers.optimizer.checks import check_elementwise
 
@@ -67,9 +67,9 @@ def dry_run(
         print("data is not given, so neither records nor weights are checked")
         return
     with tempfile.TemporaryDirectory() as folder:
-        task = task_of(config, folder=pathlib.Path(folder) / "run")
+        task = make_task(config, folder=pathlib.Path(folder) / "run")
         task.read()
-        print("\n".join(task.told()))
+        print("\n".join(task.summary_lines()))
         for record in task.preview(_NUM_RECORDS):
             print("".join(_mark_labels(text, has_label, in_color) for text, has_label in record))
         ranks = num_ranks()
@@ -98,10 +98,10 @@ def _resolve_layout(config: RunConfig) -> tuple[TransformerOpParallelConfig, Clu
         devices = max(math.prod(degrees) * (parallel.data_parallel or 1), local_devices)
         ranks = max(devices // local_devices, 1)
         cluster = Cluster(this_device(devices), devices, local_devices=local_devices)
-        plan = plan_of_run(config, cluster) if config.training.layout == "auto" else None
+        plan = plan_run(config, cluster) if config.training.layout == "auto" else None
     if plan is not None:
         return plan.best.config, cluster
-    with refusing("parallel", ValueError):
+    with raise_as_input_error("parallel", ValueError):
         return parallel.resolve(ranks, local_devices), cluster
 
 
@@ -113,9 +113,9 @@ def _describe_plan(config, parallel, cluster):
     """
     devices = cluster.num_devices
     training = config.training
-    length, rows = batch_of_run(config, devices)
-    model = shape_of_run(config, length)
-    fields = fields_of(parallel)
+    length, rows = typical_batch(config, devices)
+    model = get_run_shape(config, length)
+    fields = get_changed_fields(parallel)
     if not hasattr(config.data, "length"):
         fields.pop("context_parallel", None)  # The lengths of sentence pairs vary.
     job = Job(rows, training.precision, training.optimizer, fields, bool(training.ema))
@@ -159,7 +159,7 @@ def _check_training(task, parallel, overwrite, ranks):
         optimizer = make_optimizer(task.config, num_batches)
     degrees = (parallel.model_parallel, parallel.context_parallel, parallel.expert_parallel)
     if math.prod(degrees) > 1 or (parallel.optimizer_shard and parallel.data_parallel > 1):
-        with parallel_config(parallel), refusing("training.optimizer"):
+        with parallel_config(parallel), raise_as_input_error("training.optimizer"):
             check_elementwise(optimizer)
     trained = sum(math.prod(weight.shape) for weight in task.core.trainable_variables)
     total = sum(math.prod(weight.shape) for weight in task.core.variables)

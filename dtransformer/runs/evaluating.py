@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable
 
 from dtransformer.errors import InputError
-from dtransformer.files import beside
+from dtransformer.files import append_to_name
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import set_option
@@ -42,13 +42,13 @@ def evaluate_run(
         raise InputError(f"`{folder}` is a translation run. Add --src and --ref.")
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
-    task.needed("data", "dev")
+    task.require_option("data", "dev")
     # The printed loss is −log p, without regularization.
     task.config.training.label_smoothing = task.config.training.z_loss = 0.0
     # Token shards go to a temporary folder next to the run. It is created only if shards are
     # written, so that other tasks can evaluate runs in a read-only place.
     name = from_chief(lambda: f".evaluated-{secrets.token_hex(4)}", "evaluate")
-    task.folder = beside(folder, name)
+    task.folder = append_to_name(folder, name)
     try:
         task.read("dev")
         trainer = make_trainer(task, 1)

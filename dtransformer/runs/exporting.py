@@ -5,9 +5,9 @@ import pathlib
 
 import keras
 
-from dtransformer.errors import InputError, refusing
+from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.models import check_target, load_lora, merge_lora, save_lora, save_pretrained
-from dtransformer.models.lora import adapters_of, only_adapters_are_trained
+from dtransformer.models.lora import get_adapters, only_adapters_are_trained
 from dtransformer.models.pretrained.save import hf_config
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import ADAPTERS, WEIGHTS, is_run
@@ -40,8 +40,8 @@ def check_export(task: Task, overwrite: bool) -> None:
             "`export.merge_adapters=false` would leave out the trained head of task "
             f"{task.config.task}. Set it to true."
         )
-    if options.merge_adapters or not adapters_of(task.core):
-        with refusing("export.family"):
+    if options.merge_adapters or not get_adapters(task.core):
+        with raise_as_input_error("export.family"):
             hf_config(task.core, options.family)
 
 
@@ -78,7 +78,7 @@ def export(
         _print_use(options.saved_model, "The SavedModel is", "TensorFlow")
         if not options.folder:
             return None
-    if adapters_of(network):
+    if get_adapters(network):
         if not options.merge_adapters:
             base = task.config.model.from_
             # peft needs a published folder as the base, which a run folder is not.

@@ -12,7 +12,7 @@ import shutil
 import warnings
 
 from dtransformer.errors import InputError
-from dtransformer.files import beside, is_partial
+from dtransformer.files import append_to_name, is_partial
 from dtransformer.runs.config import RunConfig, save_config
 from dtransformer.runs.identity import (
     ADAPTERS,
@@ -45,7 +45,7 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
         self._real_path = pathlib.Path(os.path.realpath(path))
-        self.fresh = beside(self._real_path, _UNFINISHED_SUFFIX)
+        self.fresh = append_to_name(self._real_path, _UNFINISHED_SUFFIX)
         self._replaced = replaced_run(path)
         self._created = []  # folders that did not exist before
         self._is_new = False
@@ -137,7 +137,7 @@ class RunFolder:
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"Cannot write the run folder `{self.path}` ({reason}).") from None
 
-    def settle(self) -> None:
+    def keep_or_restore(self) -> None:
         """Keep the new run if it has weights or a checkpoint. Otherwise restore the old run.
 
         It may also be called if `begin` was not reached.
@@ -181,7 +181,7 @@ class RunFolder:
 
 def replaced_run(path: str | os.PathLike) -> pathlib.Path:
     """Return the path `RUN.replaced`, where the old run of the folder `path` waits for its removal."""
-    return beside(os.path.realpath(path), _REPLACED_SUFFIX)
+    return append_to_name(os.path.realpath(path), _REPLACED_SUFFIX)
 
 
 def _can_resume(folder, path):

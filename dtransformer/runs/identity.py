@@ -26,7 +26,7 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
 from dtransformer.inputs.json_file import STRICT, parse_json, typed
 from dtransformer.trainers.checkpoint import Checkpoint
-from dtransformer.trainers.checkpoint.export import RUN, check_seal, sha256_of
+from dtransformer.trainers.checkpoint.export import RUN, check_seal, hash_file
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
 # Names of the files and folders in a run folder.
@@ -101,7 +101,7 @@ class RunIdentity:
         """
         tokenizer = sorted(x for x in (folder / TOKENIZER).rglob("*") if x.is_file())
         paths = [folder / CONFIG, *tokenizer]
-        files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
+        files = {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}
         body = {"version": _VERSION, "id": secrets.token_hex(16), "files": files, "data": data}
         text = json.dumps({"run": body, "sha256": _digest(body)}, indent=1) + "\n"
         return cls(text, files, data)
@@ -149,7 +149,7 @@ class RunIdentity:
             path = folder / name
             if not path.is_file():
                 raise InputError(f"`{path}` is missing. Restore the file of this run.")
-            if sha256_of(path) != digest:
+            if hash_file(path) != digest:
                 raise InputError(
                     f"`{path}` has changed since the run began: it was edited, is damaged, or belongs "
                     "to another run. Restore the file from a checkpoint of the run."
@@ -173,14 +173,14 @@ class RunIdentity:
             except (InputError, OSError):
                 continue
             copy = checkpoint.path / RUN
-            if not copy.is_file() or sha256_of(copy) != self.key:
+            if not copy.is_file() or hash_file(copy) != self.key:
                 raise InputError(
                     f"`{path}` is a checkpoint of another run than the {RUN} in {folder}. Move it to "
                     "another folder."
                 )
 
 
-def digest_of_records(records: Iterable) -> str:
+def hash_records(records: Iterable) -> str:
     """Return the SHA-256 of the records as JSON. It does not depend on the format of their files."""
     digest = hashlib.sha256()
     for record in records:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from dtransformer.errors import InputError, check_installed
 from dtransformer.layers.preference import SequenceLogProbability
 from dtransformer.models import TextGenerator
-from dtransformer.models.generation.text_generator import as_lists
+from dtransformer.models.generation.text_generator import ids_to_lists
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.loading import opened
 
@@ -62,7 +62,7 @@ class _HarnessMethods:
         for owner, request in enumerate(requests):
             (text,) = request.args
             max_length = self._max_length
-            (ids,) = as_lists(self._tokenizer.encode([text]))
+            (ids,) = ids_to_lists(self._tokenizer.encode([text]))
             tokens = [self._start_token(), *ids]
             for start in range(0, len(ids), max_length):
                 end = min(start + max_length, len(ids))
@@ -103,7 +103,7 @@ class _HarnessMethods:
         continuation = spaces + continuation
         full_ids, context_ids = self._prompts([context + continuation, context])
         if not context:
-            (full_ids,) = as_lists(self._tokenizer.encode([continuation]))
+            (full_ids,) = ids_to_lists(self._tokenizer.encode([continuation]))
             context_ids = [self._start_token()]
             full_ids = [*context_ids, *full_ids]
         count = min(len(full_ids) - len(context_ids), self._max_length)
@@ -112,8 +112,8 @@ class _HarnessMethods:
     def _prompts(self, texts):
         """Return the ids of texts, with the start tokens that the network was trained with."""
         if hasattr(self._tokenizer, "encode_prompts"):
-            return as_lists(self._tokenizer.encode_prompts(texts))
-        return [[self._start_token(), *row] for row in as_lists(self._tokenizer.encode(texts))]
+            return ids_to_lists(self._tokenizer.encode_prompts(texts))
+        return [[self._start_token(), *row] for row in ids_to_lists(self._tokenizer.encode(texts))]
 
     def _score(self, rows):
         """Return a (log p, is_greedy) pair for each row.

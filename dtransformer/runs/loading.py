@@ -7,25 +7,25 @@ import keras
 
 import dtransformer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
-from dtransformer.errors import InputError, refusing
+from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.inputs.json_file import read_object
-from dtransformer.models.lora import adapters_of, merge_lora
+from dtransformer.models.lora import get_adapters, merge_lora
 from dtransformer.models.lora_folder import load_lora
 from dtransformer.models.pretrained.families.task_heads import SEQUENCE, TOKENS, read_labels
 from dtransformer.models.pretrained.folder import MODULES
-from dtransformer.models.pretrained.load import architecture_of, from_pretrained
+from dtransformer.models.pretrained.load import from_pretrained, read_architecture
 from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.planner.machine import num_ranks
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig, set_option
 from dtransformer.runs.identity import is_run
 from dtransformer.runs.run_files import check_run
-from dtransformer.runs.tasks import load_run, task_of
+from dtransformer.runs.tasks import load_run, make_task
 from dtransformer.runs.tasks.base import Task
-from dtransformer.runs.unread import like
+from dtransformer.runs.unread import get_base_task
 
 
-@refusing("parallel", ValueError)
+@raise_as_input_error("parallel", ValueError)
 def start_job(config: RunConfig) -> None:
     """Initialize the job with the layout, seed and devices of a config.
 
@@ -72,11 +72,11 @@ def load_published(folder: str) -> Task:
         )
     config = RunConfig(kind)
     set_option(config, "data.labels", labels, folder)
-    positions = architecture_of(folder).arguments.get("max_length") or config.data.length
+    positions = read_architecture(folder).arguments.get("max_length") or config.data.length
     config.data.length = min(config.data.length, positions)
     config.model.from_ = folder
     start_job(config)
-    task = task_of(config)
+    task = make_task(config)
     task.find_tokenizer(list)
     task.make_network()
     return task
@@ -98,7 +98,7 @@ def opened(
     folder = pathlib.Path(folder)
     if is_run(folder):
         run = load_run(folder, precision)
-        if like(run.config.task) == "translation":
+        if get_base_task(run.config.task) == "translation":
             raise InputError(
                 f"`{folder}` is a translation run. Use `dtransformer translate --run {folder}`."
             )
@@ -119,7 +119,7 @@ def opened(
             f"{model.vocab_size}. Use the tokenizer of this model."
         )
     if adapters is not None:
-        if adapters_of(model):  # The new adapters were trained on the merged weights of the run.
+        if get_adapters(model):  # The new adapters were trained on the merged weights of the run.
             merge_lora(model)
         load_lora(model, adapters)
     return tokenizer, model

@@ -7,12 +7,12 @@ from typing import Any
 import pydantic
 from pydantic import BeforeValidator
 
-from dtransformer.errors import nearest, shown
+from dtransformer.errors import short_repr, suggest
 from dtransformer.inputs.json_file import problem
-from dtransformer.planner.models import checked
+from dtransformer.planner.models import make_checked
 
 
-def made_of(kind: type) -> Callable:
+def make_dataclass(kind: type) -> Callable:
     """Return a function that converts a mapping to a dataclass; other values stay unchanged.
 
     Args:
@@ -26,10 +26,10 @@ def made_of(kind: type) -> Callable:
         for name in value:
             if name not in fields:
                 raise ValueError(
-                    f"unknown key `{name}`, got {shown(value[name])} ({nearest(name, fields)})"
+                    f"unknown key `{name}`, got {short_repr(value[name])} ({suggest(name, fields)})"
                 )
         try:
-            return checked(kind, value)
+            return make_checked(kind, value)
         except pydantic.ValidationError as error:
             place, text = problem(error)
             raise ValueError(f"`{place}` {text}" if place else text) from None
@@ -37,14 +37,14 @@ def made_of(kind: type) -> Callable:
     return make
 
 
-def each_of(kind: type, name: str) -> BeforeValidator:
+def make_list(kind: type, name: str) -> BeforeValidator:
     """Return a validator that makes a tuple of dataclasses from one value or a list.
 
     Args:
         kind: The dataclass.
         name: Field that a string sets. It must not be empty.
     """
-    make = made_of(kind)
+    make = make_dataclass(kind)
 
     def make_all(value: Any) -> Any:
         items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from dtransformer.errors import hint_members, hint_types
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.runs.descriptions import field_descriptions
-from dtransformer.runs.nested_options import made_of
+from dtransformer.runs.nested_options import make_dataclass
 from dtransformer.runs.value_types import Name, Path, Positive, Rate, Size, run_options
 from dtransformer.transformer_config import (
     DECODER,
@@ -46,7 +46,9 @@ _DOCUMENTED = {
     for name, text in field_descriptions(kind).items()
 }
 
-Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(made_of(MoEConfig))]
+Experts = Annotated[
+    pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(make_dataclass(MoEConfig))
+]
 
 
 @run_options
@@ -62,7 +64,7 @@ class AdapterOptions:
 
 
 Adapters = Annotated[
-    pydantic.InstanceOf[AdapterOptions] | None, BeforeValidator(made_of(AdapterOptions))
+    pydantic.InstanceOf[AdapterOptions] | None, BeforeValidator(make_dataclass(AdapterOptions))
 ]
 
 

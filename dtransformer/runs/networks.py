@@ -4,19 +4,19 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from dtransformer.architectures import Architecture, architecture_named
-from dtransformer.errors import InputError, refusing, shown
+from dtransformer.architectures import Architecture, get_architecture
+from dtransformer.errors import InputError, raise_as_input_error, short_repr
 from dtransformer.models import EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora
 from dtransformer.models.base import TokenModel
-from dtransformer.models.lora import adapters_of
+from dtransformer.models.lora import get_adapters
 from dtransformer.models.presets import from_preset
-from dtransformer.models.pretrained.load import architecture_of, from_pretrained
+from dtransformer.models.pretrained.load import from_pretrained, read_architecture
 from dtransformer.models.weight_paths import unfreeze
 from dtransformer.parallel.ops.training_noise import EmbeddingNoise
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import is_run
-from dtransformer.runs.options import USUAL_VOCABULARY
+from dtransformer.runs.options import DEFAULT_VOCAB_SIZE
 from dtransformer.runs.run_files import check_run
 
 _ID_NAMES = {name: name for name in ("pad_id", "start_id", "end_id")}
@@ -54,7 +54,7 @@ def make_network(
             does not suit the task, or its vocabulary is smaller than the tokenizer's.
     """
     precision = precision or config.training.precision
-    sizes = sizes_of(config)
+    sizes = get_sizes(config)
     try:
         network = _create(config, kind, vocab_size, precision, sizes, load_run, own)
     except InputError:
@@ -74,7 +74,7 @@ def make_network(
     return network
 
 
-def sizes_of(config: RunConfig) -> dict[str, Any]:
+def get_sizes(config: RunConfig) -> dict[str, Any]:
     """Return the arguments of the network that `model` sets: all sizes that are not `None`."""
     return {
         name: value
@@ -110,17 +110,17 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
         InputError: If the preset or the folder does not exist.
     """
     options = config.model
-    sizes = sizes_of(config)
+    sizes = get_sizes(config)
     if options.from_ is not None:
         folder = pathlib.Path(options.from_)
         if is_run(folder):
             other_config = check_run(folder)
             return architecture(
-                other_config, kind, other_config.tokenizer.vocab_size or USUAL_VOCABULARY
+                other_config, kind, other_config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
             )
-        base = architecture_of(folder)
+        base = read_architecture(folder)
     elif options.preset is not None:
-        _, base = architecture_named(options.preset)
+        _, base = get_architecture(options.preset)
     else:
         defaults = {"hidden_size": 512, "num_heads": 8, "max_length": config.data.length}
         stacks = (
@@ -138,7 +138,7 @@ def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):
     if options.from_ is not None:
         return _load(pathlib.Path(options.from_), precision, sizes, load_run)
     if options.preset is not None:
-        _, preset = architecture_named(options.preset)
+        _, preset = get_architecture(options.preset)
         defaults = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
         network = from_preset(options.preset, **{**defaults, **sizes}, dtype=precision)
     else:
@@ -157,7 +157,7 @@ def _load(folder, precision, sizes, load_run):
                 f"`model.{next(iter(sizes))}` cannot change the sizes of the run {folder}. Remove it."
             )
         network = load_run(folder, precision).core
-        if adapters_of(network):
+        if get_adapters(network):
             merge_lora(network)
             unfreeze(network)
         return network
@@ -177,7 +177,7 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
         InputError: If a pattern matches no weight.
     """
     options = config.model
-    with refusing("model.adapters, model.freeze"):
+    with raise_as_input_error("model.adapters, model.freeze"):
         if options.adapters is not None:
             adapters = options.adapters
             alpha = adapters.alpha * (adapters.rank**0.5 if adapters.rslora else 1)
@@ -212,7 +212,7 @@ def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
         return None
     folder = pathlib.Path(source)
     if not folder.is_dir():
-        raise InputError(f"`model.from`: the folder {shown(str(folder))} does not exist.")
+        raise InputError(f"`model.from`: the folder {short_repr(str(folder))} does not exist.")
     return folder / "tokenizer" if is_run(folder) else folder
 
 

@@ -4,7 +4,7 @@ import inspect
 
 import keras
 
-from dtransformer.errors import InputError, refusing
+from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.unread import check_optimizer
@@ -50,7 +50,7 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
     variables = {path_in(network, variable): variable for variable in network.variables}
     groups = {}
     for index, group in enumerate(config.training.groups, 1):
-        with refusing("training.groups"):
+        with raise_as_input_error("training.groups"):
             paths = matching_paths(network, group.pattern)
         for path in paths:
             if path in groups:
@@ -64,7 +64,7 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
                 variables[path].update_group = update
 
 
-@refusing("training")
+@raise_as_input_error("training")
 def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Optimizer:
     """Create the optimizer of a run, with its learning rate schedule.
 

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field
 
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.runs.nested_options import each_of
+from dtransformer.runs.nested_options import make_list
 from dtransformer.runs.network_options import NetworkOptions, TranslationModel
 from dtransformer.runs.value_types import (
     Count,
@@ -28,7 +28,7 @@ from dtransformer.runs.value_types import (
     run_options,
 )
 
-USUAL_VOCABULARY = 8000  # maximum entries of a trained tokenizer
+DEFAULT_VOCAB_SIZE = 8000  # maximum entries of a trained tokenizer
 
 
 @run_options
@@ -45,7 +45,7 @@ Algorithm = Literal["byte_bpe", "wordpiece"]
 Mixture = Literal["repeat", "once", "first_ends"]
 Turns = Literal["assistant", "last_assistant", "all"]
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
-Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], each_of(Source, "path")]
+Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], make_list(Source, "path")]
 
 
 @run_options
@@ -138,7 +138,9 @@ class GroupOptions:
     weight_decay: NotNegative | None = None  # Replaces training.weight_decay
 
 
-Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], each_of(GroupOptions, "pattern")]
+Groups = Annotated[
+    tuple[pydantic.InstanceOf[GroupOptions], ...], make_list(GroupOptions, "pattern")
+]
 
 
 @run_options

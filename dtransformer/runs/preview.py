@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from dtransformer.runs.config import RunConfig, key_of
+from dtransformer.runs.config import RunConfig, yaml_key
 from dtransformer.runs.descriptions import field_descriptions
 from dtransformer.runs.unread import is_read
 
@@ -29,10 +29,10 @@ def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
         lines += ["", f"# {inspect.getdoc(type(section)).splitlines()[0]}", f"{name}:"]
         descriptions = field_descriptions(type(section))
         for field in dataclasses.fields(section):
-            if not is_read(task, f"{name}.{key_of(field.name)}"):
+            if not is_read(task, f"{name}.{yaml_key(field.name)}"):
                 continue
             value = yaml.safe_dump(dataclasses.asdict(section)[field.name]).splitlines()[0]
-            lines.append(f"  # {key_of(field.name)}: {value}  # {descriptions[field.name]}")
+            lines.append(f"  # {yaml_key(field.name)}: {value}  # {descriptions[field.name]}")
         starts = _STARTS.get(name, {})
         own = starts.get(task, starts.get("*"))
         if options and name in options:

@@ -12,19 +12,19 @@ from collections.abc import Iterable
 
 import keras
 
-from dtransformer.errors import InputError, refusing
+from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
-from dtransformer.parallel.collectives.objects import from_chief, together
+from dtransformer.parallel.collectives.objects import call_on_all, from_chief
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.automatic import summary
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import num_ranks, this_device
-from dtransformer.planner.report import fields_of, text_of
+from dtransformer.planner.report import get_changed_fields, plan_to_text
 from dtransformer.planner.search import Plan
-from dtransformer.runs.automatic import plan_of_run
+from dtransformer.runs.automatic import plan_run
 from dtransformer.runs.callbacks import (
     BestWeights,
     Evaluations,
@@ -54,13 +54,13 @@ from dtransformer.runs.optimizers import group_weights, make_optimizer, optimize
 from dtransformer.runs.options import Source
 from dtransformer.runs.records import rank_log, write_environment
 from dtransformer.runs.stopped import explained
-from dtransformer.runs.tasks import task_of
+from dtransformer.runs.tasks import make_task
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, ProgressLog
 from dtransformer.trainers.checkpoint import Checkpoint
-from dtransformer.trainers.checkpoint.callback import best_of
+from dtransformer.trainers.checkpoint.callback import find_best
 from dtransformer.trainers.checkpoint.export import RUN, check_finite, network_values, seal
 from dtransformer.trainers.checkpoint.folders import saved_steps
 
@@ -124,11 +124,11 @@ def train(
         # Create everything before the folder is changed, so that errors leave it as it was.
         task, trainer, batches = _prepare(config, folder, resumes)
         # All ranks must have read their files before rank 0 renames the folder.
-        together(lambda: check_export(task, overwrite or resumes), "run/export")
+        call_on_all(lambda: check_export(task, overwrite or resumes), "run/export")
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
-        task.moved(folder.path)
+        task.set_folder(folder.path)
         if plan is not None and job.is_chief():
-            write_text_atomically(folder.path / PLAN, text_of(plan) + "\n")
+            write_text_atomically(folder.path / PLAN, plan_to_text(plan) + "\n")
         run = RunIdentity.load(folder.path)
         write_environment(folder.path, run.files[CONFIG])
         if not (resumes and _has_ended(folder.path, config)):
@@ -144,7 +144,7 @@ def train(
                 )
     finally:
         if job.is_chief() and not resumes:
-            folder.settle()
+            folder.keep_or_restore()
     if job.is_chief():
         print(_describe_result(folder.path, task), flush=True)
     export(task, trainer, folder.path, overwrite or resumes)
@@ -179,13 +179,13 @@ def layout_plan(config: RunConfig) -> Plan | None:
     local_devices = config.training.local_devices
     per_host = num_ranks(FITS_LAYOUT)
     if config.training.layout == "auto":
-        return plan_of_run(config)
+        return plan_run(config)
     num_devices = num_ranks() * local_devices
     try:
         config.parallel.resolve(num_devices, local_devices)
     except ValueError:
         # The optimizer may not be one that can update shards.
-        fields = fields_of(config.parallel)
+        fields = get_changed_fields(config.parallel)
         fields["optimizer_shard"] = int(config.parallel.optimizer_shard)
         fixed = {name: value for name, value in fields.items() if name not in _LAYOUT_FIELDS}
         with contextlib.suppress(InputError):
@@ -195,7 +195,7 @@ def layout_plan(config: RunConfig) -> Plan | None:
                 per_host * local_devices,
                 local_devices=local_devices,
             )
-            return plan_of_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
+            return plan_run(config, cluster, fixed) if FITS_LAYOUT in os.environ else None
     return None
 
 
@@ -220,7 +220,7 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
     trainer = Trainer(task.network)
     group_weights(task.network, task.config)
     optimizer = make_optimizer(task.config, total_steps)
-    with refusing("training"):
+    with raise_as_input_error("training"):
         trainer.compile(
             optimizer,
             task.loss(),
@@ -244,10 +244,10 @@ def _prepare(config, folder, resumes):
         if not getattr(config.data, "labels", True):
             config.data.labels = getattr(old.data, "labels", [])
         _check_same(config, old)
-    task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
+    task = make_task(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()
     if job.is_chief():
-        print("\n".join(task.told()), flush=True)
+        print("\n".join(task.summary_lines()), flush=True)
     task.make_network()
     batches = {part: task.batches(part) for part in ("train", "dev")}
     job.print_once(f"Batches per epoch: {len(batches['train']):,}")
@@ -320,7 +320,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         callbacks.append(callback_on(swap, "on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
-        callbacks.append(Evaluations(batches["dev"], task.scores_of_dev, every_steps, sinks))
+        callbacks.append(Evaluations(batches["dev"], task.score_dev, every_steps, sinks))
     if profile and job.is_chief():
         callbacks.append(keras.callbacks.TensorBoard(path / PROFILE, profile_batch=profile))
         callbacks.append(
@@ -377,12 +377,12 @@ def check_weights_finite(trainer: Trainer, path: pathlib.Path) -> None:
         InputError: If a weight is NaN or infinite.
     """
     values = network_values(trainer.network)
-    together(lambda: check_finite(path, values), "run/finite")
+    call_on_all(lambda: check_finite(path, values), "run/finite")
 
 
 def _best_loss(folder):
     """Return the lowest `val_loss` of the checkpoints, or `None` if the next epoch must be saved."""
-    best = best_of([path for _, path in saved_steps(folder / CHECKPOINTS)], "val_loss")
+    best = find_best([path for _, path in saved_steps(folder / CHECKPOINTS)], "val_loss")
     if best is None or not any((folder / name).exists() for name in (WEIGHTS, ADAPTERS)):
         return None
     return Checkpoint(best).manifest["metrics"]["val_loss"]

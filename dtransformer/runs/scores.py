@@ -167,7 +167,7 @@ def perplexities(
     }
 
 
-def learnt_spans(ids: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
+def get_labeled_spans(ids: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
     """Return the ids with labels as a list of arrays, one per contiguous span.
 
     Args:
@@ -176,7 +176,7 @@ def learnt_spans(ids: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
 
     Example:
 
-    >>> learnt_spans(np.arange(5), np.array([0, 1, -100, 3, 4]))
+    >>> get_labeled_spans(np.arange(5), np.array([0, 1, -100, 3, 4]))
     [array([1]), array([3, 4])]
     """
     positions = np.flatnonzero(labels[1:] != -100) + 1

@@ -12,8 +12,8 @@ import tensorflow as tf
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.elastic_config import LAUNCHER
 from dtransformer.parallel.runtime import job
-from dtransformer.planner.report import text_of
-from dtransformer.runs.automatic import plan_of_run
+from dtransformer.planner.report import plan_to_text
+from dtransformer.runs.automatic import plan_run
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import CHECKPOINTS
 from dtransformer.trainers.checkpoint.folders import saved_steps
@@ -42,7 +42,7 @@ def explained(
     except tf.errors.ResourceExhaustedError as error:
         with contextlib.suppress(InputError):  # The planner may not know the GPU.
             if job.is_chief():
-                print(text_of(plan_of_run(config, fixed={})), file=sys.stderr, flush=True)
+                print(plan_to_text(plan_run(config, fixed={})), file=sys.stderr, flush=True)
         raise InputError(
             "The memory of a device is full. Set `parallel: auto` to use the first layout in the "
             "planner's table, which rank 0 prints, or reduce batch_size."

@@ -3,8 +3,8 @@
 Saved configs contain all keys, so a key with its default value is always accepted.
 """
 
-from dtransformer.errors import InputError, shown
-from dtransformer.runs.config import RunConfig, key_of
+from dtransformer.errors import InputError, short_repr
+from dtransformer.runs.config import RunConfig, yaml_key
 from dtransformer.runs.options import SECTIONS
 
 _GENERATE = ("causal_lm", "chat")
@@ -12,7 +12,7 @@ _TOKENS = ("causal_lm", "masked_lm", "next_sentence", "span_corruption", "chat",
 _CLASSES = ("classification", "token_classification")
 _NEW_HEADS = (*_CLASSES, "regression", "reward")
 # Keys that only some tasks read, with the names of these tasks.
-READ = {
+TASKS_BY_KEY = {
     "training.bleu_sentences": ("translation",),
     "training.label_smoothing": ("translation", *_TOKENS, *_CLASSES),
     "training.z_loss": ("translation", *_TOKENS, *_CLASSES),
@@ -28,8 +28,10 @@ READ = {
     "data.pooling": ("classification", "regression", "embedding"),
     "data.mixture": ("chat", "preference", "reward", *_CLASSES, "regression", "embedding"),
 }
-_SOURCE_KEYS = {"weight": READ["data.mixture"], "target": ("seq2seq",)}
-LIKE: dict[str, str] = {}  # Registered tasks, each with the built-in task that has the same keys.
+_SOURCE_KEYS = {"weight": TASKS_BY_KEY["data.mixture"], "target": ("seq2seq",)}
+BASE_TASKS: dict[
+    str, str
+] = {}  # Registered tasks, each with the built-in task that has the same keys.
 _UNSET = (None, "", (), [], False)
 _SCHEDULES_WITH_END = ("linear", "cosine", "wsd", "restarts")
 # Tuples (key, other key, values): `key` is read only if the other key has one of these values. Keys
@@ -49,12 +51,12 @@ _READ_ONLY_WITH = (
 
 def is_read(task: str, key: str) -> bool:
     """Return whether a task reads a key of its sections."""
-    return like(task) in READ.get(key, SECTIONS)
+    return get_base_task(task) in TASKS_BY_KEY.get(key, SECTIONS)
 
 
-def like(task: str) -> str:
+def get_base_task(task: str) -> str:
     """Return the built-in task with the same keys: `task` itself, unless it was registered."""
-    return LIKE.get(task, task)
+    return BASE_TASKS.get(task, task)
 
 
 def check_optimizer(name: str) -> None:
@@ -82,14 +84,14 @@ def check_read(config: RunConfig) -> None:
     _check_adapters(config)
     _check_context(config)
     changed = {
-        f"{name}.{key_of(field)}": value
+        f"{name}.{yaml_key(field)}": value
         for name, section in config.sections().items()
         for field, value in vars(section).items()
         if value != getattr(SECTIONS[config.task][name](), field)
     }
     for key in changed:
         if not is_read(config.task, key):
-            readers = ", ".join(READ[key])
+            readers = ", ".join(TASKS_BY_KEY[key])
             raise InputError(
                 f"`{key}` has no effect in task {config.task}, only in {readers}. Remove it."
             )
@@ -99,7 +101,7 @@ def check_read(config: RunConfig) -> None:
         other_value = config.option(other)
         if other_value not in values:
             raise InputError(
-                f"`{key}` has no effect with {other}={shown(other_value)}. Remove one of them."
+                f"`{key}` has no effect with {other}={short_repr(other_value)}. Remove one of them."
             )
     has_dev = any(getattr(config.data, key, None) for key in ("dev", "dev_source"))
     for key in ("evaluation.every_steps", "training.early_stopping"):
@@ -116,7 +118,7 @@ def _check_adapters(config):
             f"`model.adapters` (rank {adapters.rank}) requires weights to adapt. Set `model.from` to "
             "the folder of a published model or of a run."
         )
-    trains_head = like(config.task) in _NEW_HEADS
+    trains_head = get_base_task(config.task) in _NEW_HEADS
     if config.training.precision == "bfloat16" and (adapters is None or trains_head):
         raise InputError(
             "`training.precision=bfloat16` stores weights in 16 bits and would lose small updates. "
@@ -127,7 +129,7 @@ def _check_adapters(config):
 def _check_context(config):
     """Check that context parallelism can divide the rows of sentence pairs."""
     degree = config.parallel.context_parallel
-    task = like(config.task)
+    task = get_base_task(config.task)
     if degree == 1 or task not in ("seq2seq", "translation"):
         return
     if task == "seq2seq":
@@ -147,7 +149,10 @@ def _check_sources(config):
     for part in ("train", "dev"):
         for source in getattr(config.data, part, ()):
             for key, readers in _SOURCE_KEYS.items():
-                is_read_here = like(config.task) in readers and (key, part) != ("weight", "dev")
+                is_read_here = get_base_task(config.task) in readers and (key, part) != (
+                    "weight",
+                    "dev",
+                )
                 if getattr(source, key) is not None and not is_read_here:
                     place = "data.train of " if key == "weight" else ""
                     raise InputError(

@@ -19,7 +19,7 @@ import numpy as np
 from sacrebleu.metrics import BLEU
 
 from dtransformer.errors import InputError, check_int
-from dtransformer.files import writing
+from dtransformer.files import convert_write_errors
 from dtransformer.parallel.runtime import job
 
 
@@ -150,7 +150,7 @@ class MetricsFile(_StepCallback):
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
         if job.is_chief():
-            with writing(self.path):
+            with convert_write_errors(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 # Remove a last line that is incomplete.
                 with open(self.path, "a+b") as file:
@@ -187,7 +187,7 @@ class MetricsFile(_StepCallback):
         for name, value in (logs or {}).items():
             record[f"logs.{name}" if name in reserved else name] = _json_value(value)
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with writing(self.path), open(self.path, "ab", buffering=0) as file:
+        with convert_write_errors(self.path), open(self.path, "ab", buffering=0) as file:
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

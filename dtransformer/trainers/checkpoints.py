@@ -47,7 +47,7 @@ class Checkpoints:
             for name, value in (metrics or {}).items()
         }
         info = {"position": self._get_position(), "metrics": finite_metrics}
-        with job.doing("saving"):
+        with job.record_activity("saving"):
             self._writer.start(
                 path,
                 self._program.training_state(),
@@ -65,14 +65,14 @@ class Checkpoints:
         Raises:
             InputError: If it could not be written.
         """
-        with job.doing("saving"):
+        with job.record_activity("saving"):
             self._writer.finish()
 
     def restore(self, path, strict: bool, weights_only: bool, check: Callable | None):
         """Restore a checkpoint; see `Trainer.restore`."""
         self.wait()
         seed = job.seed()
-        with job.doing("saving"):
+        with job.record_activity("saving"):
             state = self._program.training_state()
             restored = restore(state, path, strict, weights_only, check)
         if job.seed() != seed:

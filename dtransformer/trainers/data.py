@@ -95,7 +95,7 @@ def prepare_data(x, shard, network):
     first, data = peek(as_data(x))
     check_batched(first, network)
     check_batches(data)
-    return InputData(first, data, RowSharding.of_data(x, shard))
+    return InputData(first, data, RowSharding.from_data(x, shard))
 
 
 def as_data(data):
@@ -222,7 +222,7 @@ def check_micro_batches(data, batch_size=None):
     Raises:
         ValueError: If the rows of a batch do not divide, see `check_rows`.
     """
-    if job.rows_multiple_of() == 1 or isinstance(data.data, tf.data.Dataset):
+    if job.row_multiple() == 1 or isinstance(data.data, tf.data.Dataset):
         return
     num_shards = data.sharding.num_shards
     if _are_arrays(data.data):
@@ -247,7 +247,7 @@ def check_rows(num_rows):
     Raises:
         ValueError: If the number of micro-batches does not divide it.
     """
-    multiple = job.rows_multiple_of()
+    multiple = job.row_multiple()
     if num_rows % multiple:
         shards = job.data_shard()[1]
         raise ValueError(

@@ -102,7 +102,7 @@ class Validation:
         self._batches = None
         if options.validation_data is None:
             return
-        self._sharding = RowSharding.of_data(options.validation_data, options.shard)
+        self._sharding = RowSharding.from_data(options.validation_data, options.shard)
         data = as_data(options.validation_data)
         check_batches(data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -118,7 +118,7 @@ class Validation:
     def __call__(self, epoch, callbacks):
         if self._batches is None or not self._is_due(epoch + 1):
             return {}
-        with job.doing("validating"):
+        with job.record_activity("validating"):
             logs = run_evaluation(
                 self._model, self._runner, self._batches, self._sharding, callbacks
             )

@@ -43,7 +43,9 @@ class ExpertLoads:
 
     def report(self) -> ExpertLoad:
         """Return an `ExpertLoad` with the sums of all layers, sorted by layer path."""
-        loads = [LayerLoad.of(layer, np.asarray(x)) for layer, x in sorted(self._sums.items())]
+        loads = [
+            LayerLoad.from_loads(layer, np.asarray(x)) for layer, x in sorted(self._sums.items())
+        ]
         return ExpertLoad(tuple(loads))
 
 

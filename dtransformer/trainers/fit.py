@@ -142,9 +142,9 @@ def _fit_context(callbacks, order):
         Callbacks to add to those of `fit`.
     """
     with (
-        job.doing("callbacks"),
+        job.record_activity("callbacks"),
         convert_step_errors(),
-        _compat.meanwhile(warnings, formatwarning=format_warning),
+        _compat.patched(warnings, formatwarning=format_warning),
         order.for_py_datasets(),
         stop_on_signals(callbacks) as stopping,
     ):

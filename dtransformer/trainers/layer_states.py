@@ -16,7 +16,7 @@ from dtransformer import _compat
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.weights.sharded_variable import own_shards, shard_bounds_of
+from dtransformer.parallel.weights.sharded_variable import get_local_shards, get_shard_bounds
 from dtransformer.trainers.split_probe import (
     MEAN,
     SUM,
@@ -184,7 +184,7 @@ class LayerStates:
             variable = state[1]
             if tf.as_dtype(variable.dtype).is_integer:
                 change = tf.round(change)
-            for shard, (bounds, _) in zip(own_shards([variable]), shard_bounds_of(variable)):
+            for shard, (bounds, _) in zip(get_local_shards([variable]), get_shard_bounds(variable)):
                 part = change[tuple(slice(*ends) for ends in bounds)]
                 value = shard.value
                 if tf.as_dtype(value.dtype).is_bool:

@@ -104,7 +104,7 @@ def loss_term(
     """
     if hasattr(loss, "per_token"):
         values, weights = loss.per_token(outputs, labels, sample_weight)
-        mask = _compat.mask_of(outputs)
+        mask = _compat.get_keras_mask(outputs)
         if mask is not None:
             weights = _apply_weights(weights, tf.cast(mask, weights.dtype))
         local_normalizer = tf.reduce_sum(tf.cast(weights, "float32"))
@@ -136,11 +136,11 @@ def _keras_values(loss, labels, outputs, sample_weight, is_full_batch):
     def cast(x):
         return tf.cast(x, loss.dtype)
 
-    output_mask = _compat.mask_of(outputs)
+    output_mask = _compat.get_keras_mask(outputs)
     values = loss.call(
         keras.tree.map_structure(cast, labels), keras.tree.map_structure(cast, outputs)
     )
-    masks = [mask for mask in (output_mask, _compat.mask_of(values)) if mask is not None]
+    masks = [mask for mask in (output_mask, _compat.get_keras_mask(values)) if mask is not None]
     values = cast(values)
     weights = None
     normalizer = None

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from dtransformer.errors import InputError, check_int, nearest, refusing, shown
+from dtransformer.errors import InputError, check_int, raise_as_input_error, short_repr, suggest
 
 register = keras.saving.register_keras_serializable("dtransformer")
 
@@ -23,7 +23,7 @@ register = keras.saving.register_keras_serializable("dtransformer")
 class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """Base class of schedules with linear warmup.
 
-    Subclasses override `later(step)`.
+    Subclasses override `after_warmup(step)`.
     """
 
     def __init__(self, peak_learning_rate: float, warmup_steps: int):
@@ -39,13 +39,13 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         """Return the warmup factor: it rises to 1 at step `warmup_steps - 1` and stays there."""
         return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
 
-    def later(self, step: tf.Tensor) -> tf.Tensor | float:
+    def after_warmup(self, step: tf.Tensor) -> tf.Tensor | float:
         """Return the learning rate of a float32 step without the warmup factor."""
         return self.peak_learning_rate
 
     def __call__(self, step):
         step = ops.cast(ops.convert_to_tensor(step), "float32")
-        return self.warmup(step) * self.later(step)
+        return self.warmup(step) * self.after_warmup(step)
 
     def get_config(self) -> dict:
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
@@ -54,7 +54,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
 class WarmupDecay(WarmupSchedule):
     """Base class of schedules that decay to a final rate at step `total_steps`.
 
-    Subclasses override `left(done)`.
+    Subclasses override `decay_curve(done)`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WarmupDecay(WarmupSchedule):
         # The decay covers the last steps.
         self.decay_steps = self.total_steps - self.warmup_steps
 
-    def left(self, done: tf.Tensor) -> tf.Tensor:
+    def decay_curve(self, done: tf.Tensor) -> tf.Tensor:
         """Return the decay curve, which falls from 1 (peak rate) to 0 (final rate).
 
         Args:
@@ -89,11 +89,11 @@ class WarmupDecay(WarmupSchedule):
         """
         return 1.0 - done
 
-    def later(self, step: tf.Tensor) -> tf.Tensor | float:
+    def after_warmup(self, step: tf.Tensor) -> tf.Tensor | float:
         decay_start = self.total_steps - self.decay_steps
         done = ops.clip((step - decay_start) / self.decay_steps, 0.0, 1.0)
         span = self.peak_learning_rate - self.final_learning_rate
-        return self.final_learning_rate + span * self.left(done)
+        return self.final_learning_rate + span * self.decay_curve(done)
 
 
 @register
@@ -124,7 +124,7 @@ class WarmupInverseSquareRoot(WarmupSchedule):
     [0.25, 0.5, 1.0, 0.5, 0.25]
     """
 
-    def later(self, step: tf.Tensor) -> tf.Tensor | float:
+    def after_warmup(self, step: tf.Tensor) -> tf.Tensor | float:
         decay = ops.sqrt(max(self.warmup_steps, 1) / (step + 1.0))
         return self.peak_learning_rate * ops.minimum(decay, 1.0)
 
@@ -193,7 +193,7 @@ class WarmupCosine(WarmupDecay):
 
     restarts = 0
 
-    def left(self, done: tf.Tensor) -> tf.Tensor:
+    def decay_curve(self, done: tf.Tensor) -> tf.Tensor:
         waves = done * (self.restarts + 1)
         fraction = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
         return 0.5 * (1.0 + ops.cos(math.pi * fraction))
@@ -276,7 +276,7 @@ class WarmupStableDecay(WarmupDecay):
             raise InputError(f"`decay` must be 'linear' or 'sqrt', received {decay!r}.")
         self.decay = decay
 
-    def left(self, done: tf.Tensor) -> tf.Tensor:
+    def decay_curve(self, done: tf.Tensor) -> tf.Tensor:
         return 1.0 - (ops.sqrt(done) if self.decay == "sqrt" else done)
 
 
@@ -349,10 +349,12 @@ def get(name: str, **kwargs) -> keras.optimizers.schedules.LearningRateSchedule:
     """
     if name not in SCHEDULES:
         raise InputError(
-            f"Unknown learning-rate schedule {shown(name)}: {nearest(name, SCHEDULES)}"
+            f"Unknown learning-rate schedule {short_repr(name)}: {suggest(name, SCHEDULES)}"
         )
     signature = inspect.signature(SCHEDULES[name])
-    with refusing(f"The learning-rate schedule {name!r} takes {', '.join(signature.parameters)}"):
+    with raise_as_input_error(
+        f"The learning-rate schedule {name!r} takes {', '.join(signature.parameters)}"
+    ):
         signature.bind(**kwargs)
     return SCHEDULES[name](**kwargs)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.errors import InputError
-from dtransformer.files import free_path, warn_of_taken
+from dtransformer.files import free_path, warn_occupied
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.config.config import TransformerOpParallelConfig, parallel_config
@@ -91,7 +91,7 @@ class NetworkFiles:
             target = free_path(path, suffix) if is_taken else path
             write_keras(self._network, target, save)
             if is_taken:
-                warn_of_taken(path, target)
+                warn_occupied(path, target)
 
         self._write_on_chief(write, optimizer)
 
@@ -133,7 +133,7 @@ class NetworkFiles:
                 served.build()
                 keras.Model.export(served, filepath, input_signature=signature, **kwargs)
 
-        with job.doing("saving"):
+        with job.record_activity("saving"):
             from_chief(write, "network/exported")
 
     def _save_network(self, method, filepath, overwrite=True, **kwargs):
@@ -160,12 +160,12 @@ class NetworkFiles:
         """Let rank 0 call a function while it has the full network; all ranks call."""
         is_first_stage = job.stage()[0] == 0  # `full_network` collects the other stages' weights.
         local_variables = self._network.variables if is_first_stage else []
-        with job.doing("saving"), contextlib.ExitStack() as stack:
+        with job.record_activity("saving"), contextlib.ExitStack() as stack:
             stack.enter_context(unsharded_on_chief(local_variables))
             stack.enter_context(stage_weights.full_network(self._network))
             for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
                 if part is not None:
-                    patch = _compat.meanwhile(part, save_own_variables=_save_nothing)
+                    patch = _compat.patched(part, save_own_variables=_save_nothing)
                     stack.enter_context(patch)
             from_chief(write, "network/saved")
 
@@ -177,7 +177,7 @@ def _save_nothing(store):
 def _is_complete(network):
     """Return whether this rank can export the network as it is."""
     is_sharded = any(isinstance(variable, ShardedVariable) for variable in network.variables)
-    sends = any(getattr(layer, "sends", False) for layer in _compat.flat_layers(network))
+    sends = any(getattr(layer, "exchanges_counts", False) for layer in _compat.flat_layers(network))
     is_divided = job.mesh() is not None or job.stage()[1] > 1
     return not (is_sharded or sends or is_divided)
 

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.loss import CrossEntropyLoss, class_numbers, hits
+from dtransformer.layers.loss import CrossEntropyLoss, correct_predictions, squeeze_labels
 from dtransformer.parallel.tracing import trace
 from dtransformer.trainers.loss_terms import LabelCounts, check_loss, check_range, loss_term
 
@@ -245,7 +245,7 @@ def _position(tensor, flat):
 
 def _accuracy(outputs, labels, weights):
     """Return the accuracy's sums, `"right"` and `"counted"`. Only classifiers have `"right"`."""
-    labels = class_numbers(labels, outputs)
+    labels = squeeze_labels(labels, outputs)
     size = tf.cast(tf.size(labels), "float32")
     if weights is None:
         counted = {"counted": size}
@@ -256,7 +256,7 @@ def _accuracy(outputs, labels, weights):
         extra = labels.shape.rank - weights.shape.rank
         weights = weights[(..., *[None] * extra)] if extra > 0 else weights
     with tf.name_scope("accuracy"):
-        right = hits(outputs, labels)
+        right = correct_predictions(outputs, labels)
     if right is None:
         return counted
     return {"right": tf.reduce_sum(right * tf.cast(weights, "float32")), **counted}
@@ -283,7 +283,7 @@ def _exclude_padding(loss, sizes):
             for name, output_loss in loss.items()
         }
     if isinstance(loss, CrossEntropyLoss) and isinstance(sizes, int):
-        return loss.of_classes(sizes)
+        return loss.with_vocab_size(sizes)
     return loss
 
 

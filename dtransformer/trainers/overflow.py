@@ -31,7 +31,7 @@ def first_overflow(model: keras.Model, batch: tuple) -> str | None:
     with contextlib.ExitStack() as stack:
         for layer in _compat.flat_layers(model):
             stack.enter_context(
-                _compat.meanwhile(layer, call=functools.partial(checked_call, layer, layer.call))
+                _compat.patched(layer, call=functools.partial(checked_call, layer, layer.call))
             )
         model.call(keras.utils.unpack_x_y_sample_weight(batch)[0])
     return next(iter(paths), None)

@@ -221,7 +221,7 @@ def _first_difference(values):
 
 
 def _rate_kind(optimizer):
-    rate = _compat.learning_rate_of(getattr(optimizer, "inner_optimizer", optimizer))
+    rate = _compat.get_learning_rate(getattr(optimizer, "inner_optimizer", optimizer))
     return "constant" if isinstance(rate, keras.Variable) else type(rate).__name__
 
 

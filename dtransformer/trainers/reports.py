@@ -6,12 +6,12 @@ from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.keras_layers.shard import layouts_on_mesh
 from dtransformer.parallel.mesh import axis_rules
-from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of_stages
+from dtransformer.parallel.pipeline_parallel.stage_assignment import get_stage_layer_names
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.communication import communication_report
 from dtransformer.reports.memory import memory_report
 from dtransformer.reports.plan import WeightPlan
-from dtransformer.trainers.optimizer.shard_plan import partition_of
+from dtransformer.trainers.optimizer.shard_plan import make_partition
 
 
 class Reports:
@@ -33,7 +33,7 @@ class Reports:
             return
         self._network.summary(**kwargs)
         layouts = layouts_on_mesh(self._network) if self._network.built else []
-        plan = WeightPlan.of(self._network.variables, layouts=layouts)
+        plan = WeightPlan.from_variables(self._network.variables, layouts=layouts)
         print_fn = kwargs.get("print_fn") or print
         print_fn(
             f" Ranks: {job.size()} ({job.topology()}); each device holds "
@@ -47,11 +47,11 @@ class Reports:
                 "The network has no weights yet. Build it, or call it on a batch, before `plan`."
             )
         check_rules(network)
-        shard = partition_of(network.trainable_variables)
+        shard = make_partition(network.trainable_variables)
         has_stages = job.placement().num_stages > 1 and self._program.engine is not None
-        stages = layers_of_stages(network, job.placement()) if has_stages else ()
+        stages = get_stage_layer_names(network, job.placement()) if has_stages else ()
         shard = shard if shard.level else None
-        return WeightPlan.of(network.variables, shard, stages, layouts_on_mesh(network))
+        return WeightPlan.from_variables(network.variables, shard, stages, layouts_on_mesh(network))
 
     def communication_report(self):
         graphs = list(self._program.compiler.graphs.values())
@@ -70,11 +70,13 @@ class Reports:
             raise ValueError("No training step has run yet. Call `fit` or `train_on_batch` first.")
         engine = self._program.engine
         shapes = engine.input_shapes
-        num_kept = engine.num_kept
+        num_stored_passes = engine.num_stored_passes
         if inputs is not None:
             shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
-            num_kept /= get_parallel_config().micro_batch_num
-        return memory_report(self._network, self._optimizer, optimizer_step, shapes, num_kept)
+            num_stored_passes /= get_parallel_config().micro_batch_num
+        return memory_report(
+            self._network, self._optimizer, optimizer_step, shapes, num_stored_passes
+        )
 
     def expert_load(self):
         runner = self._program.runner
@@ -104,7 +106,7 @@ def check_rules(network):
     config = get_parallel_config()
     if not config.parallel_rules and config.expert_parallel == 1:
         return
-    axes = axis_rules.axes_of(network.variables)
+    axes = axis_rules.get_logical_axes(network.variables)
     if job.stage()[1] > 1:
         local_axes = sorted(filter(None, axes))
         axes = set().union(*all_gather_json(local_axes, "axes"))

@@ -22,7 +22,7 @@ class RowSharding:
     is_global: bool = False
 
     @classmethod
-    def of_data(cls, data: object, shard: bool | None = None) -> "RowSharding":
+    def from_data(cls, data: object, shard: bool | None = None) -> "RowSharding":
         """Return the sharding of data that are passed to `fit`.
 
         Args:
@@ -49,7 +49,7 @@ class RowSharding:
 
     def local_rows(self, batch: object) -> object:
         """Return this data shard's rows of nested tensors [b, ...]."""
-        return rows_of_shard(batch, *job.data_shard()) if self.is_global else batch
+        return take_shard(batch, *job.data_shard()) if self.is_global else batch
 
     def gather_rows(self, outputs: object) -> object:
         """Return the outputs of all rows, from nested outputs [local b, ...] of each data shard."""
@@ -63,7 +63,7 @@ class RowSharding:
         return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def rows_of_shard(batch: object, i: int | tf.Tensor, num_shards: int) -> object:
+def take_shard(batch: object, i: int | tf.Tensor, num_shards: int) -> object:
     """Return the `i`-th of `num_shards` contiguous shards of nested tensors [b, ...].
 
     Shards differ by at most one row. `None` stays `None`. Batches are in host memory, so that a

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.errors import one_line
+from dtransformer.errors import to_one_line
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_elsewhere, placed_layers
 from dtransformer.parallel.runtime import job
@@ -37,9 +37,11 @@ def updatable_states(layer: keras.Layer) -> list[keras.Variable]:
 
     Variables of inner layers and seeds are excluded.
     """
-    trained = {id(variable) for variable in _compat.own_trainable_variables(layer)}
+    trained = {id(variable) for variable in _compat.direct_trainable_variables(layer)}
     return [
-        v for v in _compat.own_variables(layer) if id(v) not in trained and v.dtype != _SEED_DTYPE
+        v
+        for v in _compat.direct_variables(layer)
+        if id(v) not in trained and v.dtype != _SEED_DTYPE
     ]
 
 
@@ -73,7 +75,7 @@ def probe_split(network: keras.Model, objective, inputs, labels) -> tuple[dict, 
         outputs, calls, adding = _record_calls(network, inputs, layers, _ROWS)
         _, half_calls, _ = _record_calls(network, inputs, layers, _ROWS // 2)
     except Exception as error:
-        return {}, [f"{network.name} (not tried: {one_line(str(error), 80)})"], []
+        return {}, [f"{network.name} (not tried: {to_one_line(str(error), 80)})"], []
     rules = {}
     differing = []
     row_loss_layers = []
@@ -153,7 +155,7 @@ def _record_calls(network, inputs, layers, rows):
             adding.add(layer)
             return add_loss(loss)
 
-        return _compat.meanwhile(layer, call=watched_call, add_loss=watched_add_loss)
+        return _compat.patched(layer, call=watched_call, add_loss=watched_add_loss)
 
     symbols = tf.nest.map_structure(
         lambda x: keras.KerasTensor((rows, *(n or _ROWS for n in x.shape[1:])), x.dtype.name),

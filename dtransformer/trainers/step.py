@@ -112,7 +112,7 @@ class Step:
 
         Without metrics the compiled logs do not depend on the batch's shapes.
         """
-        if not self.metrics.sees_outputs:
+        if not self.metrics.needs_outputs:
             return None, None, None
         _, labels, sample_weight = local_batch
         if not self.metrics.is_built:

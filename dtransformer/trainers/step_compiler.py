@@ -107,9 +107,9 @@ class StepCompiler:
         if self.run_eagerly or not tf.config.optimizer.get_jit():
             yield
             return
-        with _compat.graphs_collected() as graphs:
+        with _compat.collect_graphs() as graphs:
             yield
-        self.clusters = ClusterReport.of(graphs)
+        self.clusters = ClusterReport.from_graphs(graphs)
         if verbose:
             print(self.clusters, flush=True)
 
@@ -119,7 +119,7 @@ class StepCompiler:
             if trains and not tf.executing_eagerly():
                 self.graphs[function.__name__] = tf.compat.v1.get_default_graph()
             if self._is_watched and not tf.executing_eagerly():
-                job.compiles()
+                job.record_compilation()
             return function(*args)
 
         return tf.function(traced, reduce_retracing=True, autograph=False)

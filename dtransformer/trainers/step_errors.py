@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from dtransformer.errors import InputError, is_of_another_rank
+from dtransformer.errors import InputError, is_from_other_rank
 
 _IGNORE_HINT = (
     " To ignore labels of -100, use CrossEntropyLoss(ignore_id=-100), or ignore_class=-100."
@@ -40,7 +40,7 @@ def convert_step_errors() -> Iterator[None]:
         line = _format_error(error.message)
         if line is None and isinstance(error, tf.errors.CancelledError):
             line = "Another device of the mesh failed. Check that all ids are valid table indices."
-        if line is None and is_of_another_rank(error.message):
+        if line is None and is_from_other_rank(error.message):
             raise RuntimeError(
                 "Stopped because another rank has failed or exited. See its output."
             ) from None

@@ -55,7 +55,7 @@ class StepMetrics:
         return [*metrics, *self.output_losses]
 
     @property
-    def sees_outputs(self):
+    def needs_outputs(self):
         """Whether a metric needs labels and outputs."""
         return self._compiled is not None
 

@@ -93,7 +93,7 @@ class StepRunner:
         with contextlib.ExitStack() as stack:
             if self._is_watched:
                 activity = "step" if self._is_compiled else "compiling"
-                stack.enter_context(job.doing(activity, self.num_steps + 1))
+                stack.enter_context(job.record_activity(activity, self.num_steps + 1))
             if not self._is_compiled:
                 stack.enter_context(self._compiler.first_step(verbose))
             logs = self._run(self._train, iterator, sharding, self.logs, self._count)
@@ -153,7 +153,7 @@ class StepRunner:
         """Add a step to the throughput, except for the first one, which compiles."""
         if self._is_compiled:
             if self._is_watched:
-                job.computed_for(batch_ready - self._step_ended)
+                job.record_local_seconds(batch_ready - self._step_ended)
             tokens, flops = self._tokens_and_flops(batch, sharding)
             seconds = time.perf_counter() - start
             self._throughput.add(seconds, tokens, flops, batch_ready - start)

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from dtransformer.inputs.weights_file import class_of, load_weights
+from dtransformer.inputs.weights_file import load_weights, read_class_name
 from dtransformer.layers.base import register
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
@@ -280,7 +280,7 @@ class Trainer(keras.Model):
         shard: bool | None = None,
     ) -> float | list | dict:
         """Compute the loss and metrics; as `keras.Model.evaluate`. `shard` is as in `fit`."""
-        with job.doing("validating"), convert_step_errors():
+        with job.record_activity("validating"), convert_step_errors():
             x, y, sample_weight, batch_size = preprocess_data(
                 self.network, x, y, sample_weight, batch_size
             )
@@ -310,7 +310,7 @@ class Trainer(keras.Model):
         Returns:
             NumPy arrays. Logits of a padded vocabulary have their true size.
         """
-        with job.doing("validating"), convert_step_errors():
+        with job.record_activity("validating"), convert_step_errors():
             x, _, _, batch_size = preprocess_data(self.network, x, batch_size=batch_size)
             data = prepare_data(x, shard, self.network)
             self.predict_function = self._program.predictor(data.first, data.sharding)
@@ -336,13 +336,13 @@ class Trainer(keras.Model):
         shard: bool | None = None,
     ) -> float | list | dict:
         """Train on one batch; as `keras.Model.train_on_batch`. `shard` is as in `fit`."""
-        with job.doing("compiling"), convert_step_errors():
+        with job.record_activity("compiling"), convert_step_errors():
             x, y, sample_weight = preprocess_batch(self.network, x, y, sample_weight)
             runner = self._build_steps("train_on_batch", (x,))
             sample_weight = self.objective.sample_weight(y, class_weight, sample_weight)
             self._checkpoints.track(None)
             self.reset_metrics()
-            logs = runner.train_batch((x, y, sample_weight), RowSharding.of_data(x, shard))
+            logs = runner.train_batch((x, y, sample_weight), RowSharding.from_data(x, shard))
             return logs if return_dict else self._as_list(logs)
 
     def test_on_batch(
@@ -354,18 +354,18 @@ class Trainer(keras.Model):
         shard: bool | None = None,
     ) -> float | list | dict:
         """Evaluate one batch; as `keras.Model.test_on_batch`. `shard` is as in `fit`."""
-        with job.doing("validating"), convert_step_errors():
+        with job.record_activity("validating"), convert_step_errors():
             x, y, sample_weight = preprocess_batch(self.network, x, y, sample_weight)
             runner = self._build_steps("test_on_batch", (x,))
             self.reset_metrics()
-            logs = runner.test_batch((x, y, sample_weight), RowSharding.of_data(x, shard))
+            logs = runner.test_batch((x, y, sample_weight), RowSharding.from_data(x, shard))
             return logs if return_dict else self._as_list(logs)
 
     def predict_on_batch(self, x: Any, shard: bool | None = None) -> Any:
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`. `shard` is as in `fit`."""
-        with job.doing("validating"), convert_step_errors():
+        with job.record_activity("validating"), convert_step_errors():
             x, _, _ = preprocess_batch(self.network, x)
-            sharding = RowSharding.of_data(x, shard)
+            sharding = RowSharding.from_data(x, shard)
             self.predict_function = self._program.predictor((x,), sharding)
             return super().predict_on_batch(x)
 
@@ -557,7 +557,7 @@ class Trainer(keras.Model):
             InputError: If the file is damaged or does not contain the network's weights.
         """
         self.build()  # Build the network under its name, with which weight paths begin.
-        if class_of(filepath) == type(self).__name__:
+        if read_class_name(filepath) == type(self).__name__:
             load_weights(super(), filepath, **kwargs)
         else:
             self._files.load_weights(filepath, **kwargs)

@@ -17,7 +17,7 @@ import re
 import sys
 
 from dtransformer.datasets import read_lines
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 
 ENGLISH = "newstest2014-fren-ref.en.sgm"
 FRENCH = "newstest2014-fren-ref.fr.sgm"
@@ -107,8 +107,9 @@ def read_sgm_pairs(source: str | os.PathLike, target: str | os.PathLike) -> list
         if source_tag != target_tag or not same_document:
             raise InputError(
                 f"{source} and {target} do not match at line {number}: "
-                f"{shown(source_tag + source_text)} and {shown(target_tag + target_text)}. Use two "
-                "files of the same set, aligned by line."
+                f"{short_repr(source_tag + source_text)} and "
+                f"{short_repr(target_tag + target_text)}. Use two files of the same set, aligned "
+                "by line."
             )
         if source_tag:
             pairs.append((source_text, target_text))
@@ -133,7 +134,7 @@ def parse_sgm(path: str | os.PathLike) -> list[tuple[str, str]]:
         elif match or _PART_OF_ONE.search(line) or not _TAGS.fullmatch(line):
             raise InputError(
                 f'{path}, line {number}: expected one segment, <seg id="1">text</seg>, or tags, got '
-                f"{shown(line)}. Correct the line or download the file again."
+                f"{short_repr(line)}. Correct the line or download the file again."
             )
         else:
             lines.append((line, ""))

@@ -97,7 +97,7 @@ def modern_data(args):
         max_length=128,
         pad_to_bucket=dtransformer.compiles_shapes(),
         pad_to_multiple_of=args.mp,
-        pad_rows_to_multiple_of=dtransformer.rows_multiple_of(),
+        pad_rows_to_multiple_of=dtransformer.row_multiple(),
         shard_index=index,
         num_shards=count,
         **special,

@@ -8,7 +8,7 @@ import numpy as np
 from dtransformer.planner.formulas import micro_batches_alive, state_bytes
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.memory import block_activation_bytes
-from dtransformer.planner.models import named
+from dtransformer.planner.models import get_model
 from harness.published_tables import published
 from harness.published_tables.systems import (
     DEEPSPEED,
@@ -85,13 +85,13 @@ def tables() -> list[Table]:
     """Return all published tables with the planner's values."""
     all_tables = [sizes(), step_seconds(), model_states(), activations(), table_1(), *table_5()]
     all_tables += table_2()
-    return all_tables + [layouts_of(model) for model in published.LAYOUT_MODELS]
+    return all_tables + [make_layouts(model) for model in published.LAYOUT_MODELS]
 
 
 def sizes() -> Table:
     """Return the parameter counts of the models in table 1."""
     rows = [
-        Row(row.step.model, row.billions, named(row.step.model).parameters() / 1e9, digits=1)
+        Row(row.step.model, row.billions, get_model(row.step.model).parameters() / 1e9, digits=1)
         for row in published.table_1()
     ]
     return Table("Parameters, Narayanan et al., 2021, table 1", "10^9", tuple(rows))
@@ -101,11 +101,11 @@ def step_seconds() -> Table:
     """Return the FLOPs of the steps in table 1: the published formula and the planner's count."""
     rows = []
     for row in published.table_1():
-        model = named(row.step.model)
+        model = get_model(row.step.model)
         # Full recomputation runs the blocks' forward passes twice, a factor of 4/3.
         head = 6.0 * model.sequence_length * model.config.hidden_size * model.config.vocab_size
         counted = (model.flops_per_sequence() - head) * 4 / 3 + head
-        formula = published.flop_of_step(row.step.model, row.step.global_batch)
+        formula = published.count_step_flops(row.step.model, row.step.global_batch)
         rows.append(Row(row.step.model, formula / 1e18, counted * row.step.global_batch / 1e18, 6))
     title = "FLOPs per step with full recompute, Narayanan et al., 2021, section 5.1"
     return Table(title, "10^18", tuple(rows))
@@ -132,7 +132,7 @@ def activations() -> Table:
     choices = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
     names = ("nothing recomputed", "sequence parallel", "attention recomputed", "both", "full")
     for name, (states, *saved) in published.FIGURE_1.items():
-        step, model = steps[name], named(name)
+        step, model = steps[name], get_model(name)
         (kind,) = model.kinds
         products = model.attention_parameters() + model.expert_parameters(model.kinds[0])
         share = kind.number / (step.tensor * step.stages)
@@ -142,7 +142,7 @@ def activations() -> Table:
         numbers = step.stages, 0, step.global_batch, step.chunks
         alive = float(micro_batches_alive(schedule, *numbers))
         for (recompute, sequence), what, value in zip(choices, names, saved, strict=True):
-            layout = Layouts.of(
+            layout = Layouts.from_columns(
                 model=step.tensor,
                 micro_batch=step.micro_batch,
                 recompute=recompute,
@@ -194,9 +194,9 @@ def table_2() -> list[Table]:
     return tables
 
 
-def layouts_of(model: str) -> Table:
+def make_layouts(model: str) -> Table:
     """Return the step times of a model's measured layouts."""
-    steps = published.layouts_of(model)
+    steps = published.make_layouts(model)
     ours = predicted_seconds(steps, DEEPSPEED)
     rows = tuple(
         Row(_describe(step), step.seconds, float(seconds)) for step, seconds in zip(steps, ours)
@@ -210,7 +210,7 @@ def layouts_of(model: str) -> Table:
 
 def held_out_error(models=published.HELD_OUT_MODELS) -> float:
     """Return the mean error on the measured layouts of models, by default of all held-out models."""
-    errors = [abs(row.error) for model in models for row in layouts_of(model).rows]
+    errors = [abs(row.error) for model in models for row in make_layouts(model).rows]
     return float(np.mean(errors))
 
 
@@ -227,7 +227,7 @@ def _describe(step) -> str:
     return f"{step.model} on {devices}: {layout.replace('model', 'tensor')}"
 
 
-def lines_of(tables: list[Table], form: Callable) -> list[str]:
+def format_lines(tables: list[Table], form: Callable) -> list[str]:
     """Return all tables as lines of Markdown.
 
     Args:
@@ -269,7 +269,7 @@ def summary(tables: list[Table]) -> list[tuple]:
             regret = "" if table.regret is None else f"{table.regret:.1%}"
             errors = f"{table.mean_error:.1%}", f"{table.worst_error:.1%}"
             rows.append((table.title, len(table.rows), *errors, regret))
-    num_held_out = sum(len(published.layouts_of(model)) for model in published.HELD_OUT_MODELS)
+    num_held_out = sum(len(published.make_layouts(model)) for model in published.HELD_OUT_MODELS)
     rows.append(("all held-out layouts", num_held_out, f"{held_out_error():.1%}", "", ""))
     return rows
 
@@ -282,7 +282,7 @@ END = "<!-- End of the written part. -->"
 def pages() -> dict[str, str]:
     """Return the generated part of each page as a dict by file name in docs/."""
     all_tables = tables()
-    rows = "\n".join(lines_of(all_tables, _markdown)).strip()
+    rows = "\n".join(format_lines(all_tables, _markdown)).strip()
     return {
         "planner.md": "\n".join(_markdown(summary(all_tables))),
         "planner-tables.md": rows,

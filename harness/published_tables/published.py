@@ -5,7 +5,7 @@ All models use sequences of 2,048 tokens and a vocabulary of 51,200, on A100 GPU
 
 import dataclasses
 
-from dtransformer.planner.models import named
+from dtransformer.planner.models import get_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,15 +179,15 @@ def table_1() -> list[Table1Row]:
     """Return the rows of table 1 for all ten models."""
     rows = []
     for model, billions, devices, t, p, v, d, batch, b, overlaps, tflops in _TABLE_1:
-        seconds = flop_of_step(model, batch) / (devices * tflops * 1e12)
+        seconds = count_step_flops(model, batch) / (devices * tflops * 1e12)
         step = Measured(model, t, p, v, d, batch, b, seconds, overlaps)
         rows.append(Table1Row(step, billions, devices, tflops))
     return rows
 
 
-def flop_of_step(model: str, batch: int) -> float:
+def count_step_flops(model: str, batch: int) -> float:
     """Return the FLOPs of a step with full recomputation, by the formula in section 5.1."""
-    shape = named(model)
+    shape = get_model(model)
     s, h = 2048, shape.config.hidden_size
     layers, entries = shape.num_blocks, shape.config.vocab_size
     return 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + entries / (16 * layers * h))
@@ -204,7 +204,7 @@ def table_2(scheme: str) -> list[tuple[Measured, float]]:
         if name == scheme:
             tensor = 8 if mp > 1 else 1
             stages = max(mp // 8, 1)
-            seconds = flop_of_step(model, batch) / (devices * tflops * 1e12)
+            seconds = count_step_flops(model, batch) / (devices * tflops * 1e12)
             # Table 2 does not state the chunks. Table 1 interleaves these pipelines.
             chunks = {35: 3, 12: 2}.get(stages, 1)
             step = Measured(model, tensor, stages, chunks, devices // mp, batch, b, seconds)
@@ -222,7 +222,7 @@ def table_5(recompute: str) -> list[Measured]:
     return steps
 
 
-def layouts_of(model: str) -> list[Measured]:
+def make_layouts(model: str) -> list[Measured]:
     """Return the measured layouts of a model in `LAYOUT_MODELS`."""
     ((batch, rows),) = [(key[2], rows) for key, rows in _LAYOUTS.items() if key[0] == model]
     return [Measured(model, t, p, 1, d, batch, b, ms / 1000) for t, d, p, b, ms in rows]

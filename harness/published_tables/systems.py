@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
-from dtransformer.planner.clusters import Cluster, device_named
+from dtransformer.planner.clusters import Cluster, get_device
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts
 from dtransformer.planner.memory import estimate_memory
-from dtransformer.planner.models import named
+from dtransformer.planner.models import get_model
 from dtransformer.planner.time import estimate_time
 from harness.published_tables.published import Measured
 
@@ -39,8 +39,8 @@ def predicted_seconds(steps: list[Measured], system: System, device=None, level:
     """
     first = steps[0]
     devices = first.tensor * first.stages * first.data
-    cluster = Cluster(device or device_named("a100-80"), devices)
-    model = named(first.model)
+    cluster = Cluster(device or get_device("a100-80"), devices)
+    model = get_model(first.model)
     layouts = measured_layouts(steps, level)
     memory = estimate_memory(model, layouts, system, by_blocks=False)
     return estimate_time(model, cluster, layouts, system, memory).total
@@ -53,7 +53,7 @@ def measured_layouts(steps: list[Measured], level: int = 0) -> Layouts:
         return np.array([get(step) for step in steps])
 
     data, micro = column(lambda s: s.data), column(lambda s: s.micro_batch)
-    return Layouts.of(
+    return Layouts.from_columns(
         model=column(lambda s: s.tensor),
         stage=column(lambda s: s.stages),
         data=data,

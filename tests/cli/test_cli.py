@@ -279,7 +279,7 @@ def test_prepare_keeps_existing_files(tmp_path, capsys):
 def test_doctor_lists_installed_packages():
     checks = {check["name"]: check for check in examine()}
     assert checks["tensorflow"]["ok"] and checks["compiled function"]["ok"]
-    assert all(check["mend"] for check in checks.values() if not check["ok"])
+    assert all(check["fix"] for check in checks.values() if not check["ok"])
 
 
 def test_installed_command_is_quiet_and_exits_with_2(tmp_path):

@@ -63,7 +63,7 @@ H100, T4 = card("NVIDIA H100", 9, 0), card("Tesla T4", 7, 5)
 def test_doctor_checks_visible_gpus(machine, gpus, cuda, ok, told):
     grown = machine(gpus, cuda)
     found, nccl = doctor_gpu.examine_gpus()
-    assert found["ok"] is ok and told in found["found"] and bool(found["mend"]) is not ok
+    assert found["ok"] is ok and told in found["found"] and bool(found["fix"]) is not ok
     assert nccl["found"] == "2.27.7" and grown == gpus  # Other programs keep their memory.
 
 
@@ -72,11 +72,11 @@ def test_doctor_reports_missing_nccl(machine):
     assert doctor_gpu.examine_gpus()[1]["ok"] is None  # One GPU does not need NCCL.
     machine([T4, T4], (12080,), nccl=(2, 0))
     found = doctor_gpu.examine_gpus()[1]
-    assert found["ok"] is False and "tensorflow[and-cuda]" in found["mend"]
+    assert found["ok"] is False and "tensorflow[and-cuda]" in found["fix"]
 
 
 @pytest.mark.parametrize(
-    "cuda, libraries, told, mend",
+    "cuda, libraries, told, fix",
     [
         ((12080,), False, "libcublas.so.12 and 6 others cannot be opened", "make setup GPU=1"),
         ((11040,), False, "its driver supports CUDA 11.4", "version 555"),
@@ -86,13 +86,11 @@ def test_doctor_reports_missing_nccl(machine):
         ((12080,), True, "all CUDA libraries were found", "TF_CPP_MIN_LOG_LEVEL=0"),
     ],
 )
-def test_doctor_explains_why_tensorflow_finds_no_gpu(
-    machine, tmp_path, cuda, libraries, told, mend
-):
+def test_doctor_explains_why_tensorflow_finds_no_gpu(machine, tmp_path, cuda, libraries, told, fix):
     write_driver(tmp_path)
     machine((), cuda, libraries=libraries)
     (found,) = doctor_gpu.examine_gpus()
-    assert found["ok"] is False and mend in found["mend"]
+    assert found["ok"] is False and fix in found["fix"]
     assert found["found"].startswith("driver 580.159.04, but TensorFlow finds no GPU: ")
     assert told in found["found"] and "\n" not in found["found"]
 

@@ -12,8 +12,8 @@ from dtransformer.cli import main
 from dtransformer.errors import MAX_MESSAGE
 from dtransformer.runs import needs
 from dtransformer.runs.config import load_config
-from dtransformer.runs.options import USUAL_VOCABULARY
-from dtransformer.runs.tasks import task_of
+from dtransformer.runs.options import DEFAULT_VOCAB_SIZE
+from dtransformer.runs.tasks import make_task
 from tests.inputs.bounded import refusal
 
 HUGE = "9" * 5000
@@ -98,7 +98,7 @@ def test_wrong_options(arguments, told, tmp_path, monkeypatch, capsys):
 def test_settings_are_limited(setting, told):
     def read():
         config = load_config(None, [setting])
-        task_of(config).unbuilt(config.tokenizer.vocab_size or USUAL_VOCABULARY)
+        make_task(config).unbuilt(config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE)
 
     if told:
         assert told in refusal(read)

@@ -221,10 +221,10 @@ def test_long_pairs_are_left_out_in_training_and_cut_off_otherwise(training):
     batches = TranslationBatches(source, target, training=training, **options)
     inputs, labels = as_lists(batches.as_dataset())[0]
     if training:
-        assert (batches.num_pairs, batches.num_left_out) == (1, 4)
+        assert (batches.num_pairs, batches.num_skipped) == (1, 4)
         assert labels == [[5, END]]
     else:
-        assert (batches.num_pairs, batches.num_left_out) == (3, 2)
+        assert (batches.num_pairs, batches.num_skipped) == (3, 2)
         assert inputs["source"] == [[4, 0, 0], [4, 4, 4], [4, 4, 4]]
         assert labels == [[5, END, 0, 0], [5, END, 0, 0], [5, 5, 5, END]]
 

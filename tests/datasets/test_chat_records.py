@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from dtransformer.datasets.chat_records import conversation, labels_of, rendered
+from dtransformer.datasets.chat_records import conversation, label_spans, render_record
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
-from dtransformer.datasets.records import preferred, read_records
+from dtransformer.datasets.records import get_preference, read_records
 from dtransformer.datasets.tokenizer_folder import JsonTokenizer
 from dtransformer.errors import InputError
 from tests.models.pretrained.published import with_transformers
@@ -90,7 +90,7 @@ def learnt(tokenizer, source, turns, train_on="assistant"):
     tokenizer.template_source = source
     found = conversation(turns, tokenizer.chat_template(), train_on, "here")
     ((ids, places, _),) = tokenizer.encode_with_offsets([found.text])
-    return np.array(ids), labels_of(ids, places, found.spans)
+    return np.array(ids), label_spans(ids, places, found.spans)
 
 
 @with_transformers
@@ -131,10 +131,10 @@ def test_train_on_selects_the_trained_turns(tokenizer):
 
 
 def test_texts_and_completions_are_trained():
-    assert rendered({"text": "a b"}, None, "assistant", "here").spans == [(0, 3)]
+    assert render_record({"text": "a b"}, None, "assistant", "here").spans == [(0, 3)]
     record = {"prompt": "2+2=", "completion": "4"}
-    assert rendered(record, None, "assistant", "here").spans == [(4, 5)]
-    assert rendered(record, None, "all", "here").spans == [(0, 5)]
+    assert render_record(record, None, "assistant", "here").spans == [(4, 5)]
+    assert render_record(record, None, "all", "here").spans == [(0, 5)]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_texts_and_completions_are_trained():
 )
 def test_error_for_a_wrong_record_names_its_place(record, expected_error):
     with pytest.raises(InputError, match="^a.jsonl, line 3") as caught:
-        rendered(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 3")
+        render_record(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 3")
     assert expected_error in str(caught.value)
 
 
@@ -254,11 +254,15 @@ def test_parquet_rows_are_records(tmp_path):
 
 def test_common_first_messages_of_preferences_become_the_prompt():
     chosen, rejected = [*TURNS[:3], TURNS[3]], [*TURNS[:3], {**TURNS[3], "content": "No."}]
-    prompt, good, bad = preferred({"chosen": chosen, "rejected": rejected}, "here")
+    prompt, good, bad = get_preference({"chosen": chosen, "rejected": rejected}, "here")
     assert (prompt, good, bad) == (TURNS[:3], TURNS[3:], rejected[3:])
-    assert preferred({"prompt": "a", "chosen": "b", "rejected": "c"}, "here") == ("a", "b", "c")
+    assert get_preference({"prompt": "a", "chosen": "b", "rejected": "c"}, "here") == (
+        "a",
+        "b",
+        "c",
+    )
     with pytest.raises(InputError, match="begin with different messages"):
-        preferred({"chosen": TURNS[:1], "rejected": TURNS[1:2]}, "here")
+        get_preference({"chosen": TURNS[:1], "rejected": TURNS[1:2]}, "here")
 
 
 def test_repeated_prompt_of_preferences_is_used_once():
@@ -268,7 +272,7 @@ def test_repeated_prompt_of_preferences_is_used_once():
         "chosen": [turn("user", "Q"), turn("assistant", "A")],
         "rejected": [turn("user", "Q"), turn("assistant", "B")],
     }
-    prompt, chosen, rejected = preferred(record, "a.jsonl:1")
+    prompt, chosen, rejected = get_preference(record, "a.jsonl:1")
     assert prompt == [turn("user", "Q")]
     assert (chosen, rejected) == ([turn("assistant", "A")], [turn("assistant", "B")])
 
@@ -310,7 +314,7 @@ def test_alpaca_history_becomes_messages(tmp_path):
 
 
 def test_white_space_with_empty_places_is_trained():
-    assert labels_of([5, 6, 7], [(0, 2), (3, 3), (4, 6)], [(2, 6)]).tolist() == [-100, 6, 7]
+    assert label_spans([5, 6, 7], [(0, 2), (3, 3), (4, 6)], [(2, 6)]).tolist() == [-100, 6, 7]
 
 
 def test_white_space_of_answers_is_trained_despite_empty_places(tokenizer):
@@ -320,7 +324,7 @@ def test_white_space_of_answers_is_trained_despite_empty_places(tokenizer):
     for text in ("<s>  \n    if x:\n\n        y  </s>  \n", "<s>    x  </s>", "<s>x   </s>   "):
         found = trimmed.encode(text)
         assert any(start == end for start, end in found.offsets)
-        learnt = labels_of(found.ids, found.offsets, [(len("<s>"), text.index("</s>"))]) != -100
+        learnt = label_spans(found.ids, found.offsets, [(len("<s>"), text.index("</s>"))]) != -100
         first, last = (found.tokens.index(mark) for mark in ("<s>", "</s>"))
         assert np.flatnonzero(learnt).tolist() == list(range(first + 1, last))
 
@@ -329,11 +333,11 @@ def test_prompt_that_differs_from_chosen():
     chosen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     chosen += [{"role": "assistant", "content": "a"}]
     with pytest.raises(InputError, match="does not begin with `prompt`"):
-        preferred({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")
+        get_preference({"prompt": "q", "chosen": chosen, "rejected": chosen}, "here")
 
 
 def test_tools_of_a_text_record_are_ignored():
-    assert rendered({"text": "x", "tools": "hammer"}, None, "assistant", "here").text == "x"
+    assert render_record({"text": "x", "tools": "hammer"}, None, "assistant", "here").text == "x"
 
 
 PHI_3 = (

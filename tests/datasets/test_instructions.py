@@ -74,7 +74,7 @@ def test_epoch_contains_every_document_in_one_row(documents, shards):
 def test_long_documents_are_left_out_in_training_and_cut_off_otherwise(tmp_path):
     shards = some_shards(tmp_path / "x", [["a" * 5, "b" * 9], ["a", "b"]])
     training = some_batches(shards, length=8, batch_size=1)
-    assert training.num_left_out == 1 and len(training) == 1
+    assert training.num_skipped == 1 and len(training) == 1
     held_out = some_batches(shards, length=8, batch_size=1, training=False)
     tokens, _, labels = concatenate_rows(held_out)
     assert tokens[0].tolist() == [START, *[4] * 5, *[5] * 2]

@@ -31,7 +31,7 @@ def test_few_left_out_records_are_printed_and_many_raise_a_warning(tmp_path, cap
     short, long = ["a", "b"], ["abcdef", "ghijk"]
     few = some_shards(tmp_path / "few", [short] * 20 + [long])
     options = {"length": 8, "batch_size": 1}
-    assert InstructionBatches(few, **options).num_left_out == 1
+    assert InstructionBatches(few, **options).num_skipped == 1
     expected_line = (
         "InstructionBatches: 1 of 21 documents are longer than 8 tokens and are left out. Increase"
     )

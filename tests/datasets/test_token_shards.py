@@ -52,10 +52,10 @@ def test_documents_are_restored_by_index(tmp_path, shard_tokens, block, monkeypa
 
 def test_documents_without_parts_or_tokens(tmp_path):
     shards = some_shards(tmp_path / "x", ["ab", "", "?!", "c", ""])
-    assert [ids.tolist() for ids in shards] == [[4, 5], [6]] and shards.num_left_out == 3
+    assert [ids.tolist() for ids in shards] == [[4, 5], [6]] and shards.num_skipped == 3
     assert [part.tolist() for part in shards.parts(0)] == [[4, 5]] and not shards.has_parts
     shards = some_shards(tmp_path / "y", [["ab", ""], ["a", "bc"], []])
-    assert len(shards) == 1 and shards.num_left_out == 2
+    assert len(shards) == 1 and shards.num_skipped == 2
 
 
 def test_same_documents_give_the_same_bytes(tmp_path):

@@ -119,7 +119,7 @@ def test_decoding_stops_at_the_end_token_and_accepts_any_container(tokenizer):
 
 def test_stop_text_is_encoded_as_a_word(tokenizer):
     for text in (".", "l", "jardin"):
-        assert [tokenizer.ids_of_stop(text)] == tokenizer.encode([text]).to_list()
+        assert [tokenizer.encode_stop(text)] == tokenizer.encode([text]).to_list()
 
 
 def test_lower_case():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dtransformer.datasets.chat_records import rendered
+from dtransformer.datasets.chat_records import render_record
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
 from dtransformer.datasets.documents import read_documents
 from dtransformer.datasets.records import read_records
@@ -22,11 +22,11 @@ def test_templates_receive_the_tools(as_text):
     template = ChatTemplate("{% for t in tools or [] %}<{{ t.name }}>{% endfor %}" + CHATML)
     tools = [{"name": "add"}]
     record = {"messages": TURNS, "tools": json.dumps(tools) if as_text else tools}
-    found = rendered(record, template, "assistant", "here")
+    found = render_record(record, template, "assistant", "here")
     assert found.text.startswith("<add>")
     assert found.text[slice(*found.spans[0])] == "one<|im_end|>\n" or found.spans
     with pytest.raises(InputError, match="tools must be a list of objects"):
-        rendered({"messages": TURNS, "tools": ["add"]}, template, "assistant", "here")
+        render_record({"messages": TURNS, "tools": ["add"]}, template, "assistant", "here")
 
 
 def chat_folder(tokenizer, folder, form):
@@ -63,7 +63,7 @@ def test_records_with_tools_use_the_template_of_transformers(form, tokenizer, tm
     for own in (load_tokenizer(folder), load_tokenizer(tmp_path / "saved")):
         for tools in (None, TOOLS):
             record = {"messages": TURNS, "tools": tools}
-            found = rendered(record, own.chat_template(), "all", "here").text
+            found = render_record(record, own.chat_template(), "all", "here").text
             asked = own.chat(TURNS[:1], tools)
             for their in (reference, saved_reference):
                 options = {"tools": tools, "tokenize": False}
@@ -111,7 +111,7 @@ def test_rows_of_columns_equal_json_lines(name, tmp_path):
     assert found == expected
     source = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     texts = [
-        [rendered(record, ChatTemplate(source), "all", "here").text for record in records]
+        [render_record(record, ChatTemplate(source), "all", "here").text for record in records]
         for records in (found, expected)
     ]
     assert texts[0] == texts[1] and "null" not in texts[0][0]
@@ -147,7 +147,7 @@ def test_arguments_as_json_text_are_trained_like_objects(printed, tokenizer):
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": value}}]},
         {"role": "tool", "content": "sun"},
     ]
-    found = rendered({"messages": turns(text)}, ChatTemplate(source), "assistant", "here")
+    found = render_record({"messages": turns(text)}, ChatTemplate(source), "assistant", "here")
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer._path))
     given = turns(arguments if "tojson" in printed else text)
     assert found.text == reference.apply_chat_template(given, chat_template=source, tokenize=False)
@@ -162,7 +162,7 @@ def test_arguments_other_than_objects_are_refused(value, expected_error):
     for given in (calls, json.dumps(calls)):
         record = {"messages": [TURNS[0], {"role": "assistant", "tool_calls": given}]}
         with pytest.raises(InputError, match="message 2, tool_calls, arguments") as caught:
-            rendered(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 1")
+            render_record(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 1")
         assert expected_error in str(caught.value)
 
 
@@ -171,7 +171,7 @@ def test_unused_fields_are_not_checked(tmp_path):
         '{"text": "a", "score": NaN, "extra": {"x": [Infinity]}, "note": "\\ud800"}\n'
     )
     ((place, record),) = read_records(tmp_path / "a.jsonl")
-    assert rendered(record, None, "assistant", place).text == "a"
+    assert render_record(record, None, "assistant", place).text == "a"
     assert list(read_documents([tmp_path / "a.jsonl"])) == ["a"]
     wrong = {
         "tools": '[{"name": "f", "default": NaN}]',
@@ -183,4 +183,4 @@ def test_unused_fields_are_not_checked(tmp_path):
         (tmp_path / "a.jsonl").write_text(f'{{"{name}": {value}{turns}}}')
         ((place, record),) = read_records(tmp_path / "a.jsonl")
         with pytest.raises(InputError, match="a.jsonl, line 1, (tools|message|text)"):
-            rendered(record, ChatTemplate(CHATML), "assistant", place)
+            render_record(record, ChatTemplate(CHATML), "assistant", place)

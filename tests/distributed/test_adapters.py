@@ -26,7 +26,7 @@ each_run = parametrize_runs(LONG, LONG, lambda run: [ALONE])
 
 
 def load_adapter_file(folder, run):
-    return load_file(adapters_path(folder, Run.of(run).layout) / "adapter_model.safetensors")
+    return load_file(adapters_path(folder, Run.from_name(run).layout) / "adapter_model.safetensors")
 
 
 @each_run

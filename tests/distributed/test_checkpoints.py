@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.trainers.checkpoint import Checkpoint
-from harness.layouts import layout_of
+from harness.layouts import parse_layout
 from harness.runs import Run
 from harness.tolerances import PARITY_LOSS
 from tests.distributed.tasks import checkpoints
@@ -133,7 +133,7 @@ SUMS = [run("sums_over_rows", name) for name in (ALONE, "dp2@2x1+whole1", "dp2mp
 @parametrize_runs(SUMS[1:], SUMS[1:], lambda job: SUMS[:1])
 def test_adafactor_row_sums_match_one_process(run, rank_results):
     (alone,), (job, *_) = rank_results(SUMS[0]), rank_results(run)
-    path = rank_results.folder / f"adafactor-{Run.of(run).layout.name}"
+    path = rank_results.folder / f"adafactor-{Run.from_name(run).layout.name}"
     one_process_losses = checkpoints.continued(checkpoints.new_trainer("adafactor"), path)
     for losses in (job["after"], job["restored"], one_process_losses):
         np.testing.assert_allclose(losses, alone["after"], rtol=PARITY_LOSS)
@@ -158,8 +158,8 @@ def test_each_byte_is_written_once(name, folder):
     written = sum(file.stat().st_size for file in path.glob("state.data-*"))
     assert written == sum(value.nbytes for value in load_tensors(path).values())
     sizes = [file.stat().st_size for file in path.glob("state.data-*")]
-    assert len(sizes) == layout_of(name).ranks
-    if layout_of(name).stages == 1:
+    assert len(sizes) == parse_layout(name).ranks
+    if parse_layout(name).stages == 1:
         assert max(sizes) <= 1.1 * written / len(sizes), "ranks write about as much"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dtransformer.reports.clusters import ClusterReport
 from dtransformer.trainers import Trainer
-from harness.networks import loss_of, make
+from harness.networks import make, make_loss
 from harness.runs import Run
 from harness.training import _data
 from tests.distributed.parity_runs import LONG, RUNS
@@ -22,7 +22,7 @@ PRODUCTS = {"MatMul", "_MklMatMul", "BatchMatMulV2", "Einsum"}
 
 @parametrize_runs([run for run in RUNS if run.endswith("+gpu")], LONG)
 def test_matrix_products_are_in_clusters_and_collectives_are_not(run, rank_results):
-    layout = Run.of(run).layout
+    layout = Run.from_name(run).layout
     for rank in rank_results(run):
         assert rank["clusters"] > 1
         # TensorFlow forms no cluster for a single product, as in some backward passes of stages.
@@ -44,7 +44,7 @@ def _trained():
     model, optimizer = make(NETWORK)
     model.build()
     trainer = Trainer(model)
-    trainer.compile(optimizer, loss_of(NETWORK))
+    trainer.compile(optimizer, make_loss(NETWORK))
     data = _data(NETWORK, STEPS, model, seed=0)
     fit = lambda batches: trainer.fit(batches, verbose=0, shard=False)
     fit(data.take(1))
@@ -82,7 +82,7 @@ def test_report_counts_clusters_and_operations_outside():
     }
     operations |= {"XlaLaunch": 1, "CollectiveReduceV2": 1000} | {f"Op{n}": 1 for n in range(9)}
     nodes = [types.SimpleNamespace(op=op) for op in collections.Counter(operations).elements()]
-    report = ClusterReport.of(
+    report = ClusterReport.from_graphs(
         [types.SimpleNamespace(node=nodes[:9])] + [types.SimpleNamespace(node=nodes[9:])]
     )
     assert report.clusters == 3 and report.outside["function"] == 1

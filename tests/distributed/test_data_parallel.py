@@ -154,7 +154,7 @@ def test_global_batches_are_sharded_like_arrays():
     global_batches = TranslationBatches(ids, ids, batch_size=4)
     index, count = job.data_shard()
     local_batches = TranslationBatches(ids, ids, batch_size=4, shard_index=index, num_shards=count)
-    assert [RowSharding.of_data(x).is_global for x in (ids, global_batches, local_batches)] == [
+    assert [RowSharding.from_data(x).is_global for x in (ids, global_batches, local_batches)] == [
         True,
         True,
         False,

@@ -13,8 +13,8 @@ from tensorflow.python.framework import kernels, op_def_registry
 
 from dtransformer import _compat
 from dtransformer.trainers import Trainer
-from harness.layouts import layout_of
-from harness.networks import loss_of, make
+from harness.layouts import parse_layout
+from harness.networks import make, make_loss
 from harness.training import _data
 from tests.shared_runs import parametrize_runs
 
@@ -61,7 +61,7 @@ def audit(layout):
     model, optimizer = make(f"deep_{network}" if layout.stages > 1 else network)
     model.build()
     trainer = Trainer(model)
-    trainer.compile(optimizer, loss_of(network), jit_compile=False)
+    trainer.compile(optimizer, make_loss(network), jit_compile=False)
     earlier_functions = set(_compat.function_names())  # Earlier runs have left these functions.
     trainer.fit(_data(network, 1, model, seed=0), verbose=0, shard=False)
     missing, waits, num_nodes = collections.Counter(), collections.Counter(), 0
@@ -165,7 +165,7 @@ def attribute_types(node, name):
 TASKS = {"audit": audit}
 
 
-QUICK, LONG = ([f"{TASK}/{layout_of(name).name}" for name in names] for names in (QUICK, LONG))
+QUICK, LONG = ([f"{TASK}/{parse_layout(name).name}" for name in names] for names in (QUICK, LONG))
 
 
 @parametrize_runs([*QUICK, *LONG], long=LONG)

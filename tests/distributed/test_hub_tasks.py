@@ -27,7 +27,7 @@ def one_process(run):
 
 
 def kind_of(run):
-    return Run.of(run).task.removeprefix(TASKS)
+    return Run.from_name(run).task.removeprefix(TASKS)
 
 
 @each(RUNS, LONG, lambda run: [one_process(run)])
@@ -58,7 +58,7 @@ def test_a_checkpoint_of_one_process_is_restored_in_the_pipeline(run, ranks_of):
 @each(RUNS, LONG, lambda run: [one_process(run)])
 def test_a_checkpoint_of_the_pipeline_has_one_table_and_is_restored_in_one_process(run, ranks_of):
     ranks = ranks_of(run)
-    kind, layout = kind_of(run), Run.of(run).layout
+    kind, layout = kind_of(run), Run.from_name(run).layout
     path = hub_tasks.checkpoint_of(ranks_of.folder, kind, layout.name)
     tables = [
         name

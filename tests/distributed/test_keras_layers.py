@@ -53,7 +53,7 @@ def check_run(run, ranks_of, steps):
         np.testing.assert_allclose(rank["accuracies"], expected["accuracies"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["outputs"], expected["outputs"], atol=PARITY_LOSS)
-        layout = Run.of(run).layout
+        layout = Run.from_name(run).layout
         if layout.model == 2 and layout.stages == 1 and "resnet" not in run:
             assert rank["bytes_per_device"] <= 0.55 * expected["bytes"]
 

@@ -41,7 +41,7 @@ JOINS_RANKS |= {"data", "model", "chunks", "micro-batches", "recompute", "pipeli
 # Ranks share unsharded states after the mesh and the model chunks have added up the gradients.
 # The update does not depend on the axis of the sums: `model` stands for them.
 INDEPENDENT = {("unsharded states", axis) for axis in ("context", "experts", "chunks")}
-LAYOUTS = [Run.of(name).layout for name in QUICK]
+LAYOUTS = [Run.from_name(name).layout for name in QUICK]
 
 
 def _flat(layout):

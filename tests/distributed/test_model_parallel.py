@@ -27,7 +27,7 @@ def one_process(run):
 
 @parametrize_runs(RUNS, LONG, reads=lambda run: [one_process(run)] * (".used" in run))
 def test_rank_stores_only_its_shards(run, rank_results):
-    layout = Run.of(run).layout
+    layout = Run.from_name(run).layout
     shards_of_a_rank = min(layout.devices, layout.model)
     for rank in rank_results(run):
         sharded, replicated = 0, 0

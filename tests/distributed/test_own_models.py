@@ -39,7 +39,7 @@ def test_losses_weights_and_predictions_match_keras(run, rank_results):
 @parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
 def test_saved_model_is_loaded_in_one_process(run, rank_results):
     rank_results(run)
-    name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
+    name, layout = Run.from_name(run).task.removeprefix(TASKS), Run.from_name(run).layout
     classes = own_models.Tagger, own_models.VisionTransformer, own_models.Block
     custom_objects = {cls.__name__: cls for cls in classes}
     model = keras.saving.load_model(
@@ -54,7 +54,7 @@ def test_saved_model_is_loaded_in_one_process(run, rank_results):
 @parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
 def test_exported_model_is_served(run, rank_results):
     rank_results(run)
-    name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
+    name, layout = Run.from_name(run).task.removeprefix(TASKS), Run.from_name(run).layout
     served = tf.saved_model.load(
         own_models.model_path(rank_results.folder, name, layout).with_suffix("")
     )

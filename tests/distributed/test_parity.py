@@ -5,7 +5,7 @@ import pytest
 
 from dtransformer.trainers import Trainer
 from harness.compare import assert_same, differences, weights
-from harness.networks import kind_of, make
+from harness.networks import get_kind, make
 from harness.runs import Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
 from harness.training import SEARCHES, SHORT_SEARCHES, SHORT_STEPS, USED, weights_file
@@ -16,13 +16,13 @@ USED_RUNS = [run for run in RUNS if USED in run]
 
 
 def network_name(run):
-    return Run.of(run).task.removesuffix(USED)
+    return Run.from_name(run).task.removesuffix(USED)
 
 
 def one_process_run(run):
     """Return the run of the same network in one process."""
-    network, layout = network_name(run), Run.of(run).layout
-    if kind_of(network) == "dropout":  # The dropout masks depend on the micro-batches.
+    network, layout = network_name(run), Run.from_name(run).layout
+    if get_kind(network) == "dropout":  # The dropout masks depend on the micro-batches.
         return f"{network}/m{layout.micro_batches}@1x1"
     runs = QUICK if run in QUICK else RUNS  # The quick suite skips unneeded runs.
     is_used = any(USED in other_run and network_name(other_run) == network for other_run in runs)
@@ -40,7 +40,7 @@ def merge_rank_weights(ranks, kind):
 each_run = parametrize_runs(RUNS, LONG, lambda run: [one_process_run(run)])
 each_used = parametrize_runs(USED_RUNS, LONG, lambda run: [one_process_run(run)])
 each_generating = parametrize_runs(
-    [run for run in USED_RUNS if kind_of(network_name(run)) != "bert"],
+    [run for run in USED_RUNS if get_kind(network_name(run)) != "bert"],
     LONG,
     lambda run: [one_process_run(run)],
 )
@@ -70,7 +70,7 @@ def test_initial_weights_do_not_depend_on_the_layout(run, rank_results):
     assert_same(merge_rank_weights(rank_results(run), "initial"), weights(expected, "initial"))
 
 
-@parametrize_runs([run for run in RUNS if Run.of(run).layout.ranks > 1], LONG)
+@parametrize_runs([run for run in RUNS if Run.from_name(run).layout.ranks > 1], LONG)
 def test_ranks_agree_bit_for_bit(run, rank_results):
     ranks = rank_results(run)
     common = merge_rank_weights(ranks, "final")
@@ -107,7 +107,7 @@ def test_weights_saved_on_ranks_load_in_one_process(run, rank_results):
     trained = merge_rank_weights(rank_results(run), "final")
     model, _ = make(network_name(run))
     Trainer(model).load_weights(
-        weights_file(rank_results.folder, network_name(run), Run.of(run).layout)
+        weights_file(rank_results.folder, network_name(run), Run.from_name(run).layout)
     )
     assert_same(trained, {weight.path: weight.numpy() for weight in model.weights})
 

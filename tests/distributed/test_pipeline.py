@@ -18,12 +18,12 @@ from tests.distributed.test_parity import network_name, one_process_run
 from tests.shared_runs import parametrize_runs
 from tests.tolerances import TRAINING
 
-PIPELINES = [run for run in RUNS if Run.of(run).layout.stages > 1]
+PIPELINES = [run for run in RUNS if Run.from_name(run).layout.stages > 1]
 
 
 @parametrize_runs(PIPELINES, LONG, lambda run: [one_process_run(run)])
 def test_rank_has_only_the_weights_of_its_stage(run, rank_results):
-    network, layout = network_name(run), Run.of(run).layout
+    network, layout = network_name(run), Run.from_name(run).layout
     all_weights = weights(rank_results(one_process_run(run))[0], "final")
     stacks = _stacks(network, layout)
     has_head = any("head/" in path for path in all_weights)

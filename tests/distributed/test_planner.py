@@ -27,7 +27,7 @@ MEMORY = 0.10  # Relative to measured values; for activations, to the values of 
 
 def planned(run):
     """Return the planner's `Cost` of a run."""
-    layout = Run.of(run).layout
+    layout = Run.from_name(run).layout
     config = TransformerOpParallelConfig(
         data_parallel=layout.data,
         model_parallel=layout.model,
@@ -58,7 +58,7 @@ def test_planned_memory_matches_the_fullest_rank(run, rank_results):
 
 @parametrize_runs(REPLICAS, LONG)
 def test_replicas_send_the_planned_number_of_elements(run, rank_results):
-    level = Run.of(run).layout.level
+    level = Run.from_name(run).layout.level
     for results in rank_results(run):
         expected = ring_elements("all-reduce", results["parameters"], 2)
         # Level 3 has one more all-gather, except for embedding tables: it sends looked-up rows.

@@ -13,15 +13,17 @@ def is_without_mesh(layout):
     return layout.model == layout.context == layout.experts == 1
 
 
-SHARDED = [run for run in RUNS if Run.of(run).layout.level and Run.of(run).layout.stages == 1]
+SHARDED = [
+    run for run in RUNS if Run.from_name(run).layout.level and Run.from_name(run).layout.stages == 1
+]
 WITHOUT_MESH = [
     run
     for run in SHARDED
-    if is_without_mesh(Run.of(run).layout)
+    if is_without_mesh(Run.from_name(run).layout)
     and not any(word in network_name(run) for word in ("lora", "frozen"))
 ]
-FLAT = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "flat"]
-WHOLE = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "whole"]
+FLAT = [run for run in WITHOUT_MESH if Run.from_name(run).layout.partition == "flat"]
+WHOLE = [run for run in WITHOUT_MESH if Run.from_name(run).layout.partition == "whole"]
 
 
 @parametrize_runs(SHARDED, LONG)
@@ -38,7 +40,7 @@ def test_unsharded_states_are_spread_evenly(run, rank_results):
 
 @parametrize_runs(FLAT, LONG)
 def test_rank_has_its_fraction_of_the_memory(run, rank_results):
-    network, layout = network_name(run), Run.of(run).layout
+    network, layout = network_name(run), Run.from_name(run).layout
     results = rank_results(run)[0]
     sizes = [weight.size for weight in weights(results, "final").values()]
     total_bytes = 4 * sum(sizes)
@@ -56,7 +58,7 @@ def test_rank_has_its_fraction_of_the_memory(run, rank_results):
 
 @parametrize_runs(WITHOUT_MESH, LONG, lambda run: [one_process_run(run)])
 def test_rank_sends_the_expected_number_of_elements(run, rank_results):
-    layout = Run.of(run).layout
+    layout = Run.from_name(run).layout
     elements = rank_results(one_process_run(run))[0]["bytes"] / 4
     factor = 3 if layout.level == 3 else 2
     sent = np.mean([results["sent"] for results in rank_results(run)]) / (1 - 1 / layout.data)

@@ -48,7 +48,7 @@ def test_losses_match_one_process(hosts, tmp_path, rank_results):
     assert process.wait(900) == 0, (tmp_path / "log").read_text()[-8000:]
     for name in RUNS:
         (expected,) = rank_results(f"{name.partition('/')[0]}/alone@1x1")
-        for rank in Run.of(name).read(tmp_path):
+        for rank in Run.from_name(name).read(tmp_path):
             np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dtransformer.errors import InputError, one_line
+from dtransformer.errors import InputError, to_one_line
 
 # The cases are equal in every run and few, to save time. benchmarks/fuzz.py runs thousands.
 BOUNDED = settings(
@@ -20,7 +20,7 @@ def read_or_reject(function, *args):
     try:
         return function(*args)
     except InputError as error:
-        assert str(error) and str(error) == one_line(error, None)
+        assert str(error) and str(error) == to_one_line(error, None)
         return None
 
 

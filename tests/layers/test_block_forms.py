@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.block_forms import PLACEMENTS, arguments_of_block, has_experts, shortest_pattern
+from dtransformer.block_forms import PLACEMENTS, get_block_arguments, has_experts, shortest_pattern
 from dtransformer.layers import TransformerDecoder, TransformerEncoder
 
 BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "causal": True}
@@ -13,9 +13,9 @@ NO_DROPOUT = {"attention_dropout_rate": 0.0, "hidden_dropout_rate": 0.0}
 
 def test_block_pattern_repeats():
     arguments = {"window": 7, "block_pattern": [{"window": 3}, {}, {"window": None}]}
-    windows = [arguments_of_block(arguments, i)["window"] for i in range(7)]
+    windows = [get_block_arguments(arguments, i)["window"] for i in range(7)]
     assert windows == [3, 7, None, 3, 7, None, 3]
-    assert arguments_of_block({"window": 7}, 2)["window"] == 7
+    assert get_block_arguments({"window": 7}, 2)["window"] == 7
 
 
 @pytest.mark.parametrize(

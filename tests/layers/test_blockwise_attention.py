@@ -138,7 +138,7 @@ def test_query_without_visible_keys_has_zero_context_and_gradient():
 
 def test_fully_masked_blocks_are_skipped():
     plan = ContextPlan("ulysses", 1, 12, 12)
-    count = lambda **options: sum(map(len, plan.seen(**options, sizes=(3, 4))[0]))
+    count = lambda **options: sum(map(len, plan.visible_columns(**options, sizes=(3, 4))[0]))
     assert count(causal=False, window=None) == 12
     assert count(causal=True, window=None) == 1 + 2 + 3 + 3
     assert count(causal=True, window=1) == 4

@@ -34,7 +34,7 @@ def test_encoders_use_the_keras_mask(kind, embedded):
     outputs = layer(embedded)
     np.testing.assert_array_equal(outputs, layer(tf.identity(embedded), MASK))
     assert np.abs(outputs - layer(tf.identity(embedded))).max() > 1e-3
-    np.testing.assert_array_equal(_compat.mask_of(outputs), MASK)
+    np.testing.assert_array_equal(_compat.get_keras_mask(outputs), MASK)
 
 
 def test_decoder_uses_keras_masks_of_inputs_and_memory(embedded):
@@ -62,4 +62,4 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_positionwise_layers_propagate_the_mask(name, embedded):
-    np.testing.assert_array_equal(_compat.mask_of(LAYERS[name](embedded)), MASK)
+    np.testing.assert_array_equal(_compat.get_keras_mask(LAYERS[name](embedded)), MASK)

@@ -74,7 +74,7 @@ def test_recompute_of_single_blocks(without_recompute):
     assert numbers == without_recompute[0]
     layers = trainer.network._flatten_layers()
     blocks = [layer for layer in layers if isinstance(layer, TransformerBlock)]
-    assert {block.path[-15:]: block.recomputes for block in blocks} == {
+    assert {block.path[-15:]: block.is_recomputed for block in blocks} == {
         "encoder/block_0": False,
         "decoder/block_0": False,
         "decoder/block_1": True,

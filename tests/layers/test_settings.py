@@ -42,7 +42,7 @@ def test_recompute_survives_config_round_trip(select):
     model.blocks.blocks[1].recompute(config)
     first, second = restored_from_config(model).blocks.blocks
     assert second.recompute_config == config and not first.recompute_config.recompute
-    assert second.attention.recomputes == bool(select)
+    assert second.attention.is_recomputed == bool(select)
 
 
 @pytest.mark.parametrize(

@@ -428,7 +428,7 @@ def test_pipeline_stages_compute_the_same_logits(variant, num_stages):
     with parallel_config(pipeline_stage=num_stages):
         model = small_model(variant, num_layers=3)
         model.build()
-        dataflow = Dataflow.of_network(model, ids, Placement.looped(num_stages))
+        dataflow = Dataflow.from_network(model, ids, Placement.looped(num_stages))
     expected = model(ids).numpy()
     # Stages send only the residual stream. A tied table has a copy on the last stage.
     for stage in range(num_stages - 1):

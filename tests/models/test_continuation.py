@@ -103,7 +103,10 @@ def test_window_bounds_the_cache_size(beams):
 
     def cache_bytes(window):
         network = make_model("window", window=window)
-        options, ids = GenerationOptions(beam_size=beams), SpecialIds.of(network, None, (0,))
+        options, ids = (
+            GenerationOptions(beam_size=beams),
+            SpecialIds.from_model(network, None, (0,)),
+        )
         search = BeamSearch(ids, 40, options) if beams > 1 else Sampling(ids, 40, None, options)
         decoding = Continuation(network, search)
         cache = decoding.encode(tf.ones([2, 30], "int32"), capacity=40)

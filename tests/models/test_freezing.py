@@ -127,11 +127,11 @@ def test_frozen_blocks_send_no_gradients_on_a_mesh():
     train(trainer, 1)
     report = trainer.communication_report()
     for index in range(2):
-        block_collectives = report.of_layer(f"blocks/block_{index}")
+        block_collectives = report.get_layer(f"blocks/block_{index}")
         assert {c.backward for c in block_collectives} == {False}
-    assert not report.of_layer("embedding")
+    assert not report.get_layer("embedding")
     for block, elements in report.formula.items():
-        over_model = [c for c in report.of_layer(block) if c.over == "model"]
+        over_model = [c for c in report.get_layer(block) if c.over == "model"]
         assert elements == sum(c.elements for c in over_model) == report.summed_elements(block)
 
 

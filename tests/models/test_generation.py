@@ -205,7 +205,7 @@ def exhaustive(model, source, max_length, alpha):
 
 def compiled_search(model, beam_size):
     """Return a function of (source, max_length, alpha) that computes all hypotheses and scores."""
-    ids = SpecialIds.of(model, never=(PAD, START))
+    ids = SpecialIds.from_model(model, never=(PAD, START))
 
     @functools.cache
     def compile_for(alpha):

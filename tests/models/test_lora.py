@@ -240,7 +240,7 @@ def test_adapter_communication_matches_the_formula():
     report = trainer.communication_report()
     for block, elements in report.formula.items():
         assert elements == report.summed_elements(block), block
-    over_data = [c for c in report.of_layer("blocks") if c.over == "data"]
+    over_data = [c for c in report.get_layer("blocks") if c.over == "data"]
     largest = max(np.prod(w.shape) for w in network.trainable_variables)
     assert max(c.elements for c in over_data) <= largest, "gradients of factors alone"
     specs = {row.path.split("/", 3)[-1]: row.sharded_over for row in trainer.plan().rows}

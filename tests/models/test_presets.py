@@ -9,7 +9,7 @@ import yaml
 import dtransformer
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models import from_preset
-from dtransformer.planner import from_network, named
+from dtransformer.planner import from_network, get_model
 
 # The numbers are published or counted from the published weights, including position tables.
 PUBLISHED = {
@@ -112,8 +112,8 @@ def test_number_of_parameters(name):
 
 def check_planner(name, network):
     """Check the planner's count within 0.1%, as it ignores small tables such as relative positions."""
-    assert named(name).parameters() == pytest.approx(network.num_parameters(), rel=1e-3)
-    assert from_network(network).parameters() == named(name).parameters()
+    assert get_model(name).parameters() == pytest.approx(network.num_parameters(), rel=1e-3)
+    assert from_network(network).parameters() == get_model(name).parameters()
 
 
 # Billions of parameters and the number of printed digits are from table 1 of Narayanan et al., 2021,

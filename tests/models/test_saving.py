@@ -175,9 +175,9 @@ def test_new_folder_is_nested_if_the_parent_is_read_only(tmp_path, monkeypatch):
 def test_adapters_are_parsed_for_one_family_only(folder, tmp_path, monkeypatch):
     """Each other family would need the shapes of all weights again."""
     save_lora(load_with_adapters(folder), tmp_path / "mine")
-    network, calls, original = from_pretrained(folder), [], weight_shapes.of_network
+    network, calls, original = from_pretrained(folder), [], weight_shapes.network_shapes
     monkeypatch.setattr(
-        weight_shapes, "of_network", lambda *args: calls.append(args) or original(*args)
+        weight_shapes, "network_shapes", lambda *args: calls.append(args) or original(*args)
     )
     load_lora(network, tmp_path / "mine")
     assert len(calls) == 3

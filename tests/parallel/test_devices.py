@@ -253,7 +253,7 @@ def test_memory_report_includes_nccl_buffers(monkeypatch):
     hvd = types.SimpleNamespace(global_process_set="all", add_process_set=tuple)
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     groups = ProcessGroups(1, 4, hvd)
-    groups.whole_job()
+    groups.world_group()
     groups.create_division([(0, 1), (0, 1), (2, 3), (2, 3)])
     groups.create_division([(0, 2), (1, 3), (0, 2), (1, 3)])
     trainer = dense_trainer()

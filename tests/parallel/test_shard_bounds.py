@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dtransformer.parallel.weights.shard_bounds import (
-    bounds_of_flat_range,
+    flat_range_bounds,
     local_shards,
     num_elements,
     slice_spec,
@@ -28,7 +28,7 @@ def write(full, shards, flat):
 def test_flat_range_splits_into_consecutive_rectangles(shape):
     tensor = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     for start, stop in itertools.combinations(range(tensor.size + 1), 2):
-        all_bounds = bounds_of_flat_range(shape, start, stop)
+        all_bounds = flat_range_bounds(shape, start, stop)
         rectangles = [
             tensor[tuple(slice(*ends) for ends in bounds)].ravel() for bounds in all_bounds
         ]
@@ -37,7 +37,7 @@ def test_flat_range_splits_into_consecutive_rectangles(shape):
 
 
 def test_empty_range_has_no_rectangles():
-    assert bounds_of_flat_range((3, 4), 5, 5) == []
+    assert flat_range_bounds((3, 4), 5, 5) == []
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -34,7 +34,7 @@ def test_groups_match_the_rank_grid(shape):
     for coordinates, rank in np.ndenumerate(ranks):
         stage, data, context, model = coordinates
         mesh, replicas = ranks[stage, data].reshape(-1), ranks[stage, :, context, model]
-        assert topology.stage_of(rank) == stage
+        assert topology.get_stage(rank) == stage
         assert topology.data_shard(rank) == (data, shape[1])
         assert topology.model_parallel_group(rank) == tuple(mesh)
         assert topology.data_parallel_group(rank) == tuple(replicas)

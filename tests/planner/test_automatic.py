@@ -9,7 +9,7 @@ from dtransformer.errors import InputError
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.planner.automatic import auto_config, automatic_plan
 from dtransformer.planner.machine import cpu_device, find_gpu, this_cluster
-from dtransformer.runs.automatic import plan_of_run
+from dtransformer.runs.automatic import plan_run
 from dtransformer.runs.config import load_config
 
 FOUR_RANKS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_RANK": "3"}
@@ -83,7 +83,7 @@ def test_config_selects_automatic_layout(tmp_path, text):
     config = load_config(path)
     assert config == load_config(None, ["parallel=auto"])
     assert config.training.layout == "auto"
-    result = plan_of_run(config)
+    result = plan_run(config)
     assert result.best.config.resolve(1).data_parallel == 1
 
 
@@ -91,6 +91,6 @@ def test_config_combines_automatic_layout_and_fixed_fields(monkeypatch):
     for name, value in FOUR_RANKS.items():
         monkeypatch.setenv(name, value)
     config = load_config(None, ["parallel=auto", "parallel.optimizer_shard=2"])
-    best = plan_of_run(config).best.config
+    best = plan_run(config).best.config
     assert best.optimizer_shard == 2 and best.data_parallel > 1
     assert "HOROVOD_RANK" in os.environ

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from dtransformer.cli import main
-from dtransformer.planner import Cluster, Job, device_named, named, plan
+from dtransformer.planner import Cluster, Job, get_device, get_model, plan
 from dtransformer.planner.budget import default_batch, optimal_batch_tokens, training_hours
 from dtransformer.planner.machine import cpu_device
 from dtransformer.planner.plain_bfloat16 import bfloat16_hint
@@ -49,7 +49,7 @@ def test_tokens_must_be_a_positive_number(tokens, capsys):
 def test_default_batch_is_compute_optimal():
     """DeepSeek-AI, 2024: 0.2920 C^0.3271 tokens. C counts products with weights and attention."""
     assert optimal_batch_tokens(1e20) == pytest.approx(0.2920 * 10 ** (20 * 0.3271))
-    model = named("llama2_7b")
+    model = get_model("llama2_7b")
     flops = (6 * 6.607e9 + 6 * 2 * 32 * 4096 * 4096) * 1e9
     target = 0.2920 * flops**0.3271 / 4096
     sequences, reason = default_batch(model, 8, tokens=1e9)
@@ -61,16 +61,16 @@ def test_default_batch_is_compute_optimal():
 
 @pytest.mark.parametrize("devices", [1, 6, 8, 96])
 def test_devices_divide_the_default_batch(devices):
-    sequences, _ = default_batch(named("gpt2_small"), devices)
+    sequences, _ = default_batch(get_model("gpt2_small"), devices)
     doublings = sequences // devices
     assert sequences % devices == 0 and doublings & (doublings - 1) == 0
 
 
 @pytest.mark.parametrize("frozen", [{"adapter_rank": 8}, {"frozen_blocks": 4}])
 def test_fine_tuning_uses_the_default_batch_of_training(frozen):
-    sequences, reason = default_batch(named("llama2_7b", **frozen), 8, tokens=1e9)
+    sequences, reason = default_batch(get_model("llama2_7b", **frozen), 8, tokens=1e9)
     assert sequences == 32 and "the default of training.batch_size" in reason
-    assert default_batch(named("llama2_7b", **frozen), 64)[0] == 64
+    assert default_batch(get_model("llama2_7b", **frozen), 64)[0] == 64
 
 
 def test_command_explains_its_default_batch(capsys):
@@ -86,13 +86,13 @@ def test_command_explains_its_default_batch(capsys):
 
 def test_stated_accuracy_equals_the_measured_error():
     """docs/planner-tables.md lists the steps. The largest error is a layout of the 39 B model."""
-    stated = device_named("a100").accuracy()
+    stated = get_device("a100").accuracy()
     steps, mean, worst = map(int, re.findall(r"(\d+)(?: measured|%)", stated))
-    tables = [compared.layouts_of(model) for model in published.HELD_OUT_MODELS]
+    tables = [compared.make_layouts(model) for model in published.HELD_OUT_MODELS]
     assert steps == sum(len(table.rows) for table in tables)
     assert mean == round(100 * compared.held_out_error())
     assert worst == round(100 * max(table.worst_error for table in tables))
-    assert f"{mean}% off on average and {worst}% at most" in device_named("h100").accuracy()
+    assert f"{mean}% off on average and {worst}% at most" in get_device("h100").accuracy()
 
 
 def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
@@ -121,7 +121,7 @@ HINTS = [
 
 @pytest.mark.parametrize("name, devices, device, batch, layout", HINTS)
 def test_hints_at_a_simpler_layout_in_bfloat16(name, devices, device, batch, layout):
-    model, cluster = named(name, adapter_rank=16), Cluster(device_named(device), devices)
+    model, cluster = get_model(name, adapter_rank=16), Cluster(get_device(device), devices)
     mixed = plan(model, cluster, Job(batch))
     hint = bfloat16_hint(mixed)
     assert hint.startswith("Simpler with --precision bfloat16") and layout in hint
@@ -134,7 +134,7 @@ def test_hints_at_a_simpler_layout_in_bfloat16(name, devices, device, batch, lay
 
 
 def test_hints_at_bfloat16_if_nothing_else_fits():
-    model, cluster = named("llama3_8b", adapter_rank=16), Cluster(device_named("a100-40"), 1)
+    model, cluster = get_model("llama3_8b", adapter_rank=16), Cluster(get_device("a100-40"), 1)
     result = plan(model, cluster, Job(32))
     assert not result.fits
     assert bfloat16_hint(result).startswith("It fits with --precision bfloat16")
@@ -142,11 +142,11 @@ def test_hints_at_bfloat16_if_nothing_else_fits():
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32", "mixed_bfloat16"])
 def test_no_hint_without_a_simpler_layout(precision):
-    model, cluster = named("llama2_7b"), Cluster(device_named("h100"), 8)
+    model, cluster = get_model("llama2_7b"), Cluster(get_device("h100"), 8)
     assert bfloat16_hint(plan(model, cluster, Job(64, precision))) == ""
 
 
 def test_training_hours():
-    result = plan(named("gpt2_small"), Cluster(device_named("a100"), 8), Job(64))
+    result = plan(get_model("gpt2_small"), Cluster(get_device("a100"), 8), Job(64))
     seconds = 1e9 / (64 * 1024) * result.best.step_seconds
     assert training_hours(result.best, 1e9) == pytest.approx(seconds / 3600)

@@ -7,7 +7,7 @@ from dtransformer.parallel.schedules.instruction import BACKWARD, FORWARD
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.schedules import SCHEDULES, instructions
 from dtransformer.parallel.schedules.simulator import simulate
-from dtransformer.planner import named
+from dtransformer.planner import get_model
 from dtransformer.planner.formulas import (
     BlockSizes,
     bubble_passes,
@@ -76,7 +76,7 @@ def test_blockwise_attention_has_the_same_threshold_as_layers():
 
 def test_stages_contain_all_blocks():
     for name, p, v in (("gpt_530b", 35, 3), ("gpt_530b", 8, 1), ("transformer_big", 4, 1)):
-        model = named(name)
+        model = get_model(name)
         stages = stage_kinds(model, Placement.looped(p, v))
         assert stages[0].has_embedding and any(stage.has_head for stage in stages)
         maximum = max(sum(stage.blocks) for stage in stages)

@@ -24,9 +24,9 @@ from dtransformer.planner import (
     Job,
     ModelShape,
     cost,
-    device_named,
     from_network,
-    named,
+    get_device,
+    get_model,
     plan,
     report,
 )
@@ -36,7 +36,7 @@ from dtransformer.planner.grid import enumerate_layouts
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import cpu_device
 from dtransformer.planner.memory import block_activation_bytes
-from dtransformer.planner.plan_file import yaml_of
+from dtransformer.planner.plan_file import plan_to_yaml
 from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
 from dtransformer.planner.work import block_passes
@@ -50,18 +50,18 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 
 
 def cluster(devices, device="a100"):
-    return Cluster(device_named(device), devices)
+    return Cluster(get_device(device), devices)
 
 
 @pytest.fixture(scope="module")
 def gpt3_plan():
-    return plan(named("gpt_175b"), cluster(1024), Job(1536))
+    return plan(get_model("gpt_175b"), cluster(1024), Job(1536))
 
 
 def test_does_not_import_tensorflow():
     code = (
         "import sys, dtransformer.planner as p;"
-        "p.plan(p.named('llama2_7b'), p.Cluster(p.device_named('a100'), 8), p.Job(64));"
+        "p.plan(p.get_model('llama2_7b'), p.Cluster(p.get_device('a100'), 8), p.Job(64));"
         "sys.exit(any(name in sys.modules for name in ('tensorflow', 'keras', 'horovod')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -69,7 +69,7 @@ def test_does_not_import_tensorflow():
 
 def test_4096_devices_and_a_trillion_parameters():
     """All layouts are evaluated in arrays. docs/planner.md states the duration."""
-    model, many, job = named("gpt_1t"), cluster(4096), Job(4096)
+    model, many, job = get_model("gpt_1t"), cluster(4096), Job(4096)
     assert 1000 < len(enumerate_layouts(model, many, job)) < 200_000
     assert plan(model, many, job).fits
 
@@ -80,7 +80,7 @@ ASKED = [("gpt_175b", 1024, "a100", 1536), ("llama3_8b", 8, "h100", 64)]
 @pytest.mark.parametrize("name, devices, device, batch", ASKED)
 def test_no_fitting_layout_is_faster(name, devices, device, batch):
     """Only a layout with much more free memory or fewer techniques may be 2% slower."""
-    result = plan(named(name), cluster(devices, device), Job(batch))
+    result = plan(get_model(name), cluster(devices, device), Job(batch))
     layouts = enumerate_layouts(result.model, result.cluster, result.job)
     memory, seconds = evaluate(result.model, result.cluster, result.job, layouts)
     fits = memory.total <= result.cluster.memory_bytes
@@ -119,7 +119,7 @@ def test_trainer_supports_proposed_layouts(gpt3_plan):
 
 def test_trainer_supports_every_layout_of_the_grid():
     """The grid checks one layout per combination of techniques, this test every seventh."""
-    layouts = enumerate_layouts(named(SMALL), cluster(8), Job(16))
+    layouts = enumerate_layouts(get_model(SMALL), cluster(8), Job(16))
     for index in range(0, len(layouts), 7):
         check_supported(layouts.config(index))
 
@@ -130,7 +130,7 @@ def test_cost_of_a_config_equals_the_plan(gpt3_plan):
 
 
 def test_reports_missing_bytes_and_a_change_that_fits():
-    model, devices, job = named("llama2_7b"), cluster(8), Job(64)
+    model, devices, job = get_model("llama2_7b"), cluster(8), Job(64)
     unsharded = cost(model, devices, job, TransformerOpParallelConfig(micro_batch_num=8))
     assert not unsharded.fits
     assert unsharded.missing_bytes == unsharded.memory_bytes - int(devices.memory_bytes) > 0
@@ -141,15 +141,15 @@ def test_reports_missing_bytes_and_a_change_that_fits():
 
 
 def test_reports_the_number_of_devices_that_would_fit():
-    result = plan(named("gpt_175b"), cluster(8), Job(64))
+    result = plan(get_model("gpt_175b"), cluster(8), Job(64))
     assert not result.fits and result.best.missing_bytes > 0
     assert "64 devices are enough" in result.why
-    assert plan(named("gpt_175b"), cluster(64), Job(64)).fits
+    assert plan(get_model("gpt_175b"), cluster(64), Job(64)).fits
 
 
 def test_more_memory_or_faster_links_are_never_worse():
-    model, job = named("gpt_18b"), Job(256)
-    base = device_named("a100")
+    model, job = get_model("gpt_18b"), Job(256)
+    base = get_device("a100")
     times = []
     for change in ({}, {"memory_gb": 160}, {"between_gb_per_second": 50}):
         device = dataclasses.replace(base, **change)
@@ -162,7 +162,7 @@ def test_keeps_fixed_fields():
     job = Job(
         512, fixed={"model_parallel": 4, "optimizer_shard": 1, "gradient_aggregation_group": 2}
     )
-    for planned in plan(named("gpt_7.5b"), cluster(32), job).costs:
+    for planned in plan(get_model("gpt_7.5b"), cluster(32), job).costs:
         assert planned.config.model_parallel == 4 and planned.config.optimizer_shard == 1
         assert planned.config.gradient_aggregation_group == 2
 
@@ -170,16 +170,16 @@ def test_keeps_fixed_fields():
 def test_config_contains_fixed_fields_unchanged():
     fixed = {"recompute": {"select": ["attention", "norm"]}, "vocab_emb_dp": True}
     job = Job(64, fixed={**fixed, "gradient_dtype": "float16", "model_parallel": 2})
-    best = plan(named(SMALL), cluster(8), job).best
+    best = plan(get_model(SMALL), cluster(8), job).best
     assert best.config.recompute.select == ("attention", "norm")
     assert best.config.vocab_emb_dp and best.config.gradient_dtype == "float16"
-    wide = plan(named(SMALL), cluster(8), Job(64, fixed={**fixed, "model_parallel": 2})).best
+    wide = plan(get_model(SMALL), cluster(8), Job(64, fixed={**fixed, "model_parallel": 2})).best
     assert best.seconds_by_kind["reduction"] < wide.seconds_by_kind["reduction"]
 
 
 def test_model_axis_is_slower_across_nodes():
     """Sums over the model axis are several times slower if it spans nodes."""
-    model = named("gpt_18b")
+    model = get_model("gpt_18b")
     configs = [TransformerOpParallelConfig(model_parallel=t, micro_batch_num=8) for t in (8, 16)]
     inside, across = (cost(model, cluster(16), Job(16), config) for config in configs)
     times = [config.seconds_by_kind["model_parallel"] for config in (inside, across)]
@@ -194,7 +194,7 @@ def test_published_models_have_the_parameters_of_their_networks(name):
 
     architecture = ARCHITECTURES[name]
     network = getattr(models, architecture.network)(**architecture.arguments)
-    assert named(name).parameters() == network.num_parameters()
+    assert get_model(name).parameters() == network.num_parameters()
 
 
 # Arguments of networks with experts, and the kind of each block.
@@ -252,7 +252,7 @@ def test_latent_adapters_match_network_counts(kind):
 
 
 def test_latent_attention_takes_less_time_and_more_memory():
-    latents, many = named("deepseek_v3", sequence_length=4096), cluster(8)
+    latents, many = get_model("deepseek_v3", sequence_length=4096), cluster(8)
     attention = dataclasses.replace(latents.config.attention, latent=None)
     config = dataclasses.replace(latents.config, attention=attention)
     plain = dataclasses.replace(latents, config=config)
@@ -302,7 +302,7 @@ def test_stages_with_experts_need_the_most_memory():
         (1, 0),
         (0, 1),
     ]
-    layouts = Layouts.of(stage=4, micro_batches=8)
+    layouts = Layouts.from_columns(stage=4, micro_batches=8)
     memory, _ = evaluate(model, cluster(4), Job(8, "float32"), layouts)
     assert memory.weights[0] == 4 * model.block_parameters(model.kinds[1])
 
@@ -321,8 +321,8 @@ def test_plan_with_experts_in_some_blocks(capsys, tmp_path):
 
 def test_context_parallelism_trades_memory_for_collectives():
     """The formulas do not depend on the layouts that the trainer supports."""
-    model = named("llama2_7b", sequence_length=32768)
-    layouts = Layouts.of(context=[1, 2, 4], data=[4, 2, 1], level=3)
+    model = get_model("llama2_7b", sequence_length=32768)
+    layouts = Layouts.from_columns(context=[1, 2, 4], data=[4, 2, 1], level=3)
     memory, seconds = evaluate(model, cluster(4), Job(4), layouts)
     assert memory.activations[0] > memory.activations[1] > memory.activations[2]
     assert seconds.context_parallel[0] == 0 < seconds.context_parallel[1]
@@ -333,8 +333,8 @@ def test_context_parallelism_stores_no_scores():
     """Context-parallel attention is blockwise, so memory is linear in the sequence length."""
 
     def activations(length, **layout):
-        model = named(SMALL, sequence_length=length)
-        return evaluate(model, cluster(2), Job(2), Layouts.of(**layout))[0].activations[0]
+        model = get_model(SMALL, sequence_length=length)
+        return evaluate(model, cluster(2), Job(2), Layouts.from_columns(**layout))[0].activations[0]
 
     assert activations(512, context=2) == pytest.approx(2 * activations(256, context=2), rel=0.01)
     assert activations(512, data=2) > 2.2 * activations(256, data=2)
@@ -350,10 +350,12 @@ def test_expert_parallelism_shards_weights():
         block=BlockConfig(moe_config=experts),
     )
     model = ModelShape("sparse", config, sequence_length=1024)
-    memory, seconds = evaluate(model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8]))
+    memory, seconds = evaluate(
+        model, cluster(8), Job(8), Layouts.from_columns(data=8, expert=[1, 8])
+    )
     assert memory.weights[1] < memory.weights[0] / 2
     sharded, gathered = evaluate(
-        model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8], level=3)
+        model, cluster(8), Job(8), Layouts.from_columns(data=8, expert=[1, 8], level=3)
     )
     # All devices share the weights under level 3, with and without expert parallelism.
     np.testing.assert_allclose(sharded.weights[0], sharded.weights[1])
@@ -364,9 +366,9 @@ def test_expert_parallelism_shards_weights():
 
 def test_mesh_reduces_gradients_in_every_micro_batch():
     """Replicas on other ranks reduce once per step. Only ranks with the same experts reduce them."""
-    model = named("llama2_7b")
+    model = get_model("llama2_7b")
     reduction = lambda **layout: (
-        evaluate(model, cluster(2), Job(8), Layouts.of(**layout))[1].reduction
+        evaluate(model, cluster(2), Job(8), Layouts.from_columns(**layout))[1].reduction
     )
     one, four = reduction(context=2, micro_batches=[1, 4])
     assert four == pytest.approx(4 * one)
@@ -374,54 +376,57 @@ def test_mesh_reduces_gradients_in_every_micro_batch():
     assert four == pytest.approx(4 * one)
     one, four = reduction(data=2, level=1, micro_batches=[1, 4])
     assert four < 1.5 * one
-    model = named("mixtral_8x7b")
+    model = get_model("mixtral_8x7b")
     unsharded, sharded = reduction(data=2, local=2, expert=[1, 2])
     assert sharded < unsharded / 10
 
 
 def ask(batch, **fixed):
     """Plan a small model on eight devices with fixed fields."""
-    return plan(named(SMALL), cluster(8), Job(batch, fixed=fixed))
+    return plan(get_model(SMALL), cluster(8), Job(batch, fixed=fixed))
 
 
 WRONG = [
-    (lambda: named("gpt_9z"), "Unknown model 'gpt_9z'"),
-    (lambda: device_named("b300"), "Unknown device 'b300', expected one of v100-16"),
-    (lambda: named(SMALL, num_layers=0), "`num_layers` must be at least 1, got 0"),
-    (lambda: named(SMALL, hidden_size=-1), "`hidden_size` must be at least 1, got -1"),
-    (lambda: named(SMALL, moe_every=0), "`moe_every` must be at least 1, got 0"),
+    (lambda: get_model("gpt_9z"), "Unknown model 'gpt_9z'"),
+    (lambda: get_device("b300"), "Unknown device 'b300', expected one of v100-16"),
+    (lambda: get_model(SMALL, num_layers=0), "`num_layers` must be at least 1, got 0"),
+    (lambda: get_model(SMALL, hidden_size=-1), "`hidden_size` must be at least 1, got -1"),
+    (lambda: get_model(SMALL, moe_every=0), "`moe_every` must be at least 1, got 0"),
     (
-        lambda: named(SMALL, moe_config={"expert_num": 2, "num_experts_chosen": 3}),
+        lambda: get_model(SMALL, moe_config={"expert_num": 2, "num_experts_chosen": 3}),
         "`num_experts_chosen=3` must not exceed `expert_num=2`",
     ),
     (
-        lambda: named(SMALL, num_experts=2),
+        lambda: get_model(SMALL, num_experts=2),
         "unknown field `num_experts`, got 2. Set experts in `moe_config`",
     ),
-    (lambda: named(SMALL, sequence_length=0), "sequence_length must be an integer of at least 1"),
-    (lambda: named(SMALL, num_heads=7), "`num_heads=7` does not divide `hidden_size=768`"),
     (
-        lambda: named(SMALL, adapter_rank=4, adapter_targets=("q_proj",)),
+        lambda: get_model(SMALL, sequence_length=0),
+        "sequence_length must be an integer of at least 1",
+    ),
+    (lambda: get_model(SMALL, num_heads=7), "`num_heads=7` does not divide `hidden_size=768`"),
+    (
+        lambda: get_model(SMALL, adapter_rank=4, adapter_targets=("q_proj",)),
         "'q_proj' in `adapter_targets`, expected some of query, key, value, output, mapping,",
     ),
-    (lambda: Cluster(device_named("a100"), 12), "not a multiple of `devices_per_node=8`"),
+    (lambda: Cluster(get_device("a100"), 12), "not a multiple of `devices_per_node=8`"),
     (lambda: Job(0), "global_batch must be an integer of at least 1"),
     (lambda: Job(8, precision="fp8"), "`precision` must be one of float32"),
     (lambda: Job(8, optimizer="adm"), "`optimizer` must be one of sgd"),
     (
-        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model": 2})),
+        lambda: plan(get_model(SMALL), cluster(8), Job(8, fixed={"model": 2})),
         "Unknown field 'model' in `fixed`",
     ),
     (
-        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model_parallel": 8})),
+        lambda: plan(get_model(SMALL), cluster(8), Job(8, fixed={"model_parallel": 8})),
         "model_parallel=8 does not divide num_heads=12",
     ),
     (
-        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model_parallel": 3})),
+        lambda: plan(get_model(SMALL), cluster(8), Job(8, fixed={"model_parallel": 3})),
         "model_parallel=3 does not divide 8 devices",
     ),
     (
-        lambda: plan(named(SMALL), cluster(16), Job(16, fixed={"pipeline_stage": 16})),
+        lambda: plan(get_model(SMALL), cluster(16), Job(16, fixed={"pipeline_stage": 16})),
         "pipeline_stage=16 is more than the 12 blocks",
     ),
     (lambda: ask(7, data_parallel=8), "global_batch=7 is not divisible by data_parallel=8. Use a"),
@@ -440,20 +445,20 @@ WRONG = [
         "No layout with these fixed fields is supported: ",
     ),
     (
-        lambda: plan(named(SMALL, sequence_length=1001), cluster(16), Job(1)),
+        lambda: plan(get_model(SMALL, sequence_length=1001), cluster(16), Job(1)),
         "divides global_batch=1. Use a batch",
     ),
     (
-        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
+        lambda: plan(get_model(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
         "fixed: recompute should be a valid boolean or",
     ),
     (
-        lambda: cost(named(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(3)),
+        lambda: cost(get_model(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(3)),
         "data_parallel=3",
     ),
     (
         lambda: cost(
-            named(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(micro_batch_num=3)
+            get_model(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(micro_batch_num=3)
         ),
         "global_batch=8 is not divisible by data_parallel=8 · micro_batch_num=3",
     ),
@@ -472,9 +477,9 @@ def test_invalid_input_raises_a_one_line_error(ask, message):
 def test_frozen_weights_have_no_gradients_and_states(level, precision):
     job, devices = Job(64, precision), cluster(8)
     config = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=level)
-    full = cost(named("llama3_8b"), devices, job, config)
-    adapters = cost(named("llama3_8b", adapter_rank=8), devices, job, config)
-    half = cost(named("llama3_8b", frozen_blocks=16), devices, job, config)
+    full = cost(get_model("llama3_8b"), devices, job, config)
+    adapters = cost(get_model("llama3_8b", adapter_rank=8), devices, job, config)
+    half = cost(get_model("llama3_8b", frozen_blocks=16), devices, job, config)
     trained_bytes = lambda planned: (
         planned.bytes_by_kind["gradients"] + planned.bytes_by_kind["states"]
     )
@@ -610,8 +615,8 @@ def test_published_folder(capsys, tmp_path):
 
 def test_yaml_recreates_the_config(gpt3_plan):
     job = Job(64, fixed={"recompute": {"select": ["attention"]}})
-    for result in (gpt3_plan, plan(named(SMALL), cluster(8), job)):
-        fields = yaml.safe_load(yaml_of(result))["parallel"]
+    for result in (gpt3_plan, plan(get_model(SMALL), cluster(8), job)):
+        fields = yaml.safe_load(plan_to_yaml(result))["parallel"]
         assert TransformerOpParallelConfig(**fields) == result.best.config
 
 
@@ -652,7 +657,7 @@ def of_cpus(model, ranks, fields, **config):
 
 def test_ranks_that_share_a_core_have_shorter_bubbles():
     """With four stages on two cores, a core waits like one of two stages plus a third of a pass."""
-    model = named(SMALL, num_layers=4, sequence_length=64)
+    model = get_model(SMALL, num_layers=4, sequence_length=64)
     alone, shared = (
         of_cpus(model, 4, {"sharing": sharing}, pipeline_stage=4, micro_batch_num=4)
         for sharing in (1.0, 2.0)
@@ -669,7 +674,7 @@ def test_ranks_that_share_a_core_have_shorter_bubbles():
 
 def test_every_waiting_collective_costs_a_call():
     """Sharded states also exchange sizes, norms and new weights: three more calls of 5 ms."""
-    model = named(SMALL, num_layers=4, sequence_length=64)
+    model = get_model(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 5000.0)}
     unsharded, sharded = (
         of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1)
@@ -681,17 +686,17 @@ def test_every_waiting_collective_costs_a_call():
 def test_pipeline_all_reduces_a_tied_table():
     links = {"data": Link(1.0, 0.0, 0.0), "stage": Link(1.0, 0.0, 0.0)}
     tied, untied = (
-        of_cpus(named(SMALL, tied_head=tied), 2, {"links": links}, pipeline_stage=2)
+        of_cpus(get_model(SMALL, tied_head=tied), 2, {"links": links}, pipeline_stage=2)
         for tied in (True, False)
     )
-    model = named(SMALL)
+    model = get_model(SMALL)
     more = tied.seconds_by_kind["reduction"] - untied.seconds_by_kind["reduction"]
     assert more == pytest.approx(model.config.vocab_size * model.config.hidden_size * 4 / 1e9)
 
 
 def test_mesh_sums_embeddings_and_head():
     """In addition to blocks, the mesh sums looked-up rows, the head's gradient and token counts."""
-    model = named(SMALL, num_layers=4, sequence_length=64)
+    model = get_model(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 0.0), "model": Link(1e9, 0.0, 1000.0)}
     result = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
     calls = 4 * 4 + 1 + 1 + 5
@@ -699,7 +704,7 @@ def test_mesh_sums_embeddings_and_head():
 
 
 def test_mesh_sends_bfloat16_as_float32():
-    model, layouts = named("llama2_7b"), Layouts.of(model=[2])
+    model, layouts = get_model("llama2_7b"), Layouts.from_columns(model=[2])
     seconds = {
         precision: evaluate(model, cluster(2), Job(8, precision), layouts)[1].model_parallel[0]
         for precision in ("mixed_float16", "mixed_bfloat16", "float32")
@@ -709,12 +714,12 @@ def test_mesh_sends_bfloat16_as_float32():
 
 def test_default_precision_depends_on_the_device():
     """A V100 lacks bfloat16, so its mixed precision is float16 and bfloat16 raises an error."""
-    model, job = named("gpt2_small"), Job(global_batch=8)
+    model, job = get_model("gpt2_small"), Job(global_batch=8)
     for device, precision in (("v100", "mixed_float16"), ("a100", "mixed_bfloat16")):
-        result = plan(model, Cluster(device_named(device), 2), job)
-        assert result.job.precision == precision and precision in report.text_of(result)
+        result = plan(model, Cluster(get_device(device), 2), job)
+        assert result.job.precision == precision and precision in report.plan_to_text(result)
     unsupported = Job(global_batch=8, precision="mixed_bfloat16")
-    cluster = Cluster(device_named("v100"), 2)
+    cluster = Cluster(get_device("v100"), 2)
     for call in (
         lambda: plan(model, cluster, unsupported),
         lambda: cost(model, cluster, unsupported, TransformerOpParallelConfig()),
@@ -727,7 +732,7 @@ def test_default_precision_depends_on_the_device():
 
 
 def test_states_are_sharded_over_different_meshes_only():
-    model, job = named("llama2_7b", sequence_length=32768), Job(1)
+    model, job = get_model("llama2_7b", sequence_length=32768), Job(1)
     cost_with = lambda **fields: cost(
         model, cluster(8, "h100"), job, TransformerOpParallelConfig(**fields)
     )
@@ -745,7 +750,7 @@ def test_states_are_sharded_over_different_meshes_only():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_enumerated_layouts_are_valid_topologies(ranks):
     devices = dataclasses.replace(cluster(8 * ranks, "h100"), local_devices=8)
-    layouts = enumerate_layouts(named("llama2_7b"), devices, Job(16))
+    layouts = enumerate_layouts(get_model("llama2_7b"), devices, Job(16))
     for index in range(0, len(layouts), 97):
         topology = Topology.from_config(layouts.config(index), ranks, 8)
         if layouts.level[index]:
@@ -754,7 +759,7 @@ def test_enumerated_layouts_are_valid_topologies(ranks):
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "lamb", "muon"])
 def test_full_weight_optimizers_get_whole_partitions(optimizer):
-    result = plan(named("llama2_7b"), cluster(8, "h100"), Job(64, optimizer=optimizer), top=40)
+    result = plan(get_model("llama2_7b"), cluster(8, "h100"), Job(64, optimizer=optimizer), top=40)
     for config in (planned.config for planned in result.costs):
         is_whole = config.optimizer_shard in (1, 2)
         assert (config.optimizer_shard_partition == "whole") == is_whole
@@ -762,4 +767,4 @@ def test_full_weight_optimizers_get_whole_partitions(optimizer):
 
 
 def test_no_layout_fits_on_part_of_a_node():
-    assert "No layout of 6 devices fits" in plan(named("gpt_175b"), cluster(6), Job(96)).why
+    assert "No layout of 6 devices fits" in plan(get_model("gpt_175b"), cluster(6), Job(96)).why

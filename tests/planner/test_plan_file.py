@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from dtransformer.cli import main
-from dtransformer.planner import Cluster, Job, device_named, named, plan
-from dtransformer.planner.plan_file import yaml_of
+from dtransformer.planner import Cluster, Job, get_device, get_model, plan
+from dtransformer.planner.plan_file import plan_to_yaml
 from dtransformer.runs.config import load_config
 
 LLAMA = {
@@ -126,9 +126,9 @@ def test_layout_alone_is_rejected_with_steps_to_complete_it(tmp_path, capsys):
 def test_custom_networks_get_only_a_layout(changes):
     precision = None if changes else "bfloat16"
     result = plan(
-        named("llama2_7b", **changes), Cluster(device_named("h100"), 8), Job(64, precision)
+        get_model("llama2_7b", **changes), Cluster(get_device("h100"), 8), Job(64, precision)
     )
-    assert yaml.safe_load(yaml_of(result)).keys() == {"parallel"}
+    assert yaml.safe_load(plan_to_yaml(result)).keys() == {"parallel"}
 
 
 def test_settings_complete_a_layout(tmp_path):

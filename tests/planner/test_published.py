@@ -55,12 +55,12 @@ def test_held_out_layouts():
 
 
 def test_all_layouts_are_included():
-    assert sum(len(published.layouts_of(model)) for model in published.LAYOUT_MODELS) == 109
+    assert sum(len(published.make_layouts(model)) for model in published.LAYOUT_MODELS) == 109
 
 
 @pytest.mark.parametrize("model", published.LAYOUT_MODELS)
 def test_chosen_layout_is_nearly_the_fastest(model):
-    assert compared.layouts_of(model).regret <= 0.05
+    assert compared.make_layouts(model).regret <= 0.05
 
 
 def test_two_sets_of_constants_cover_all_gpus():

@@ -6,7 +6,7 @@ import pytest
 
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
-from dtransformer.runs.automatic import shape_of_run
+from dtransformer.runs.automatic import get_run_shape
 from dtransformer.runs.config import load_config, save_config
 from dtransformer.runs.options import SECTIONS
 
@@ -276,7 +276,7 @@ def test_moe_config_accepts_a_mapping(tmp_path):
     assert config.model.moe_config == MoEConfig(expert_num=8, num_experts_chosen=2)
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
-    model = shape_of_run(config, 32)
+    model = get_run_shape(config, 32)
     assert model.experts.expert_num == 8
     assert [kind.has_experts for kind in model.kinds][:2] == [False, True]
 

@@ -8,7 +8,7 @@ import pytest
 from dtransformer.datasets.record_batches import prepared_lengths
 from dtransformer.errors import InputError
 from dtransformer.runs.config import load_config
-from dtransformer.runs.tasks import task_of
+from dtransformer.runs.tasks import make_task
 from tests.runs.small_records import write, write_config
 
 LENGTH = 32
@@ -32,7 +32,7 @@ def read(place, name, rows, part="dev", *settings):
         own.append("data.packed=false")
     if name == "seq2seq":
         own += ["tokenizer.folder=llama", "tokenizer.vocab_size=null"]
-    task = task_of(load_config(write_config(name, place), [*own, *settings]))
+    task = make_task(load_config(write_config(name, place), [*own, *settings]))
     task.read(None if part == "dev" else part)
     return task.records[part]
 

@@ -97,14 +97,16 @@ def test_two_queries_with_the_same_positive_have_no_loss():
 
 def test_records_with_equal_texts_get_equal_ids_and_are_counted(tmp_path, monkeypatch):
     from dtransformer.runs.config import load_config
-    from dtransformer.runs.tasks import task_of
+    from dtransformer.runs.tasks import make_task
 
     monkeypatch.chdir(tmp_path)
     write(tmp_path)
     rows = [("one?", "one"), ("1?", "one"), ("two?", "two"), ("one", "1?")]
     text = "\n".join(json.dumps({"query": query, "positive": text}) for query, text in rows)
     (tmp_path / "repeated.jsonl").write_text(text)
-    task = task_of(load_config(write_config("embedding", tmp_path), ["data.train=repeated.jsonl"]))
+    task = make_task(
+        load_config(write_config("embedding", tmp_path), ["data.train=repeated.jsonl"])
+    )
     with pytest.warns(UserWarning, match=r"Records \(train\): 3 of 8 texts repeat another text"):
         task.read("train")
     ids = task.records["train"].targets

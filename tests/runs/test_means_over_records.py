@@ -10,7 +10,7 @@ import pytest
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import load_config
 from dtransformer.runs.run import make_trainer
-from dtransformer.runs.tasks import task_of
+from dtransformer.runs.tasks import make_task
 from harness.byte_tokenizer import write_byte_tokenizer
 from harness.tolerances import PARITY_LOSS
 from tests.runs.small_records import NUMBERS, SIZES, TEMPLATE, records, write, write_config
@@ -44,7 +44,7 @@ def start(name, folder, *settings):
     own = [f"data.dev=few_{FILES[name]}.jsonl"]
     if name == "preference":
         own += ["model.from=llama", "model.adapters=null"]
-    task = task_of(load_config(path, [*own, *settings]))
+    task = make_task(load_config(path, [*own, *settings]))
     task.read()
     task.make_network()
     trainer = make_trainer(task, 1)

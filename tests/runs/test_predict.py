@@ -331,9 +331,9 @@ def test_dry_run_counts_labels(name, expected, place, capsys):
 def test_all_tasks_name_a_command():
     from dtransformer.cli.options import make_parser
     from dtransformer.runs.config import RunConfig
-    from dtransformer.runs.tasks import task_of
+    from dtransformer.runs.tasks import make_task
 
     for name in CONFIGS:
         task = CONFIGS[name]["task"]
-        command = task_of(RunConfig(task)).command.format("runs/x").partition(" <")[0]
+        command = make_task(RunConfig(task)).command.format("runs/x").partition(" <")[0]
         assert make_parser().parse_args(command.split()).run_by

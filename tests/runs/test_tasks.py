@@ -21,7 +21,7 @@ from dtransformer.runs.optimizers import make_optimizer
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
-from dtransformer.runs.tasks import documents, load_run, task_of
+from dtransformer.runs.tasks import documents, load_run, make_task
 from dtransformer.runs.tasks.classification import label_name
 from dtransformer.runs.tasks.embedding import Embedding
 from dtransformer.runs.tasks.reward import Reward
@@ -314,7 +314,7 @@ def test_weight_decay_excludes_biases(optimizer, decay):
 
 
 def test_records_are_encoded_in_groups(place, monkeypatch):
-    whole, parts = (task_of(load_config(write_config("classification", place))) for _ in range(2))
+    whole, parts = (make_task(load_config(write_config("classification", place))) for _ in range(2))
     whole.read()
     monkeypatch.setattr("dtransformer.runs.tasks.records._GROUP_SIZE", 5)
     parts.read()
@@ -324,7 +324,7 @@ def test_records_are_encoded_in_groups(place, monkeypatch):
     (place / "some_pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     mixed = load_config(write_config("classification", place), ["data.train=some_pairs.jsonl"])
     with pytest.raises(InputError, match="Some records have a text_pair and others do not"):
-        task_of(mixed).read("train")
+        make_task(mixed).read("train")
 
 
 def test_simultaneous_evaluations_use_different_folders(place, monkeypatch):

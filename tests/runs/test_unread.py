@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 
 from dtransformer.errors import InputError
-from dtransformer.planner.clusters import Cluster, device_named
-from dtransformer.runs.automatic import plan_of_run, shape_of_run
+from dtransformer.planner.clusters import Cluster, get_device
+from dtransformer.runs.automatic import get_run_shape, plan_run
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.options import SECTIONS
-from dtransformer.runs.unread import READ, check_read
+from dtransformer.runs.unread import TASKS_BY_KEY, check_read
 
 
 def test_read_table_contains_existing_keys():
-    for key, tasks in READ.items():
+    for key, tasks in TASKS_BY_KEY.items():
         assert tasks and all(key in RunConfig(task).keys() for task in tasks), key
         # A key outside the sections of the other tasks would be an unknown key.
         assert any(key in RunConfig(task).keys() for task in SECTIONS if task not in tasks), key
@@ -79,11 +79,11 @@ def test_rejects_keys_that_the_task_does_not_use(task, setting, words):
 )
 def test_registered_tasks_use_the_keys_of_their_model_task(like, setting, is_read, monkeypatch):
     from dtransformer.runs import tasks
-    from dtransformer.runs.unread import LIKE
+    from dtransformer.runs.unread import BASE_TASKS
 
-    for table in (SECTIONS, LIKE, tasks._REGISTERED):  # Pytest restores the tables.
+    for table in (SECTIONS, BASE_TASKS, tasks._REGISTERED):  # Pytest restores the tables.
         monkeypatch.setitem(table, "mine", None)
-    tasks.register_task("mine", tasks.class_of(RunConfig(like)), like=like)
+    tasks.register_task("mine", tasks.get_task_class(RunConfig(like)), like=like)
     config = load_config(None, ["task=mine", setting])
     if is_read:
         return check_read(config)
@@ -152,6 +152,6 @@ def test_preview_counts_the_adapters_that_patterns_match(targets):
     config.model.adapters = {"rank": 4, "targets": targets, "kind": "dora"}
     expected = sum(weight.shape.num_elements() for weight in network.trainable_variables)
     config.training.ema = 0.9  # one more state than AdamW's two
-    job = plan_of_run(config, Cluster(device_named("h100-80"), 1)).job
+    job = plan_run(config, Cluster(get_device("h100-80"), 1)).job
     assert job.averages and job.system().state_bytes == 3 * 4
-    assert shape_of_run(config, 16).trained_parameters() == expected
+    assert get_run_shape(config, 16).trained_parameters() == expected

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers.loss import hits
+from dtransformer.layers.loss import correct_predictions
 from dtransformer.trainers.optimizer.phases import square_norm
 from dtransformer.trainers.optimizer.reduce import buckets, reduce_sum
 from tests.tolerances import TRAINING
@@ -76,7 +76,7 @@ def test_one_process_reduces_nothing():
 @pytest.mark.parametrize("label_type", ["int32", "int64"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_hits(logits, labels, expected, label_type, dtype):
-    result = hits(tf.constant(logits, dtype), tf.constant(labels, label_type))
+    result = correct_predictions(tf.constant(logits, dtype), tf.constant(labels, label_type))
     assert result.dtype == tf.float32
     np.testing.assert_array_equal(result, expected)
 
@@ -91,4 +91,4 @@ def test_hits(logits, labels, expected, label_type, dtype):
     ],
 )
 def test_hits_are_none_without_class_labels(outputs, labels):
-    assert hits(tf.constant(outputs), tf.constant(labels)) is None
+    assert correct_predictions(tf.constant(outputs), tf.constant(labels)) is None

@@ -126,7 +126,7 @@ def test_two_ranks_match_one_rank(monkeypatch, metric_class, options, labels, ou
         for half in halves:
             quarter = slice(half.start + 3 * rank, half.start + 3 * rank + 3)
             metrics._update_compiled(
-                labels[quarter], (outputs[quarter], _compat.masks_of(outputs)), None
+                labels[quarter], (outputs[quarter], _compat.get_keras_masks(outputs)), None
             )
         return np.asarray(metric.result())
 

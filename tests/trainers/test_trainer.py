@@ -245,7 +245,7 @@ def test_training_and_validation_data_may_have_different_sharding(monkeypatch):
     x, y = points()
     monkeypatch.setattr(
         RowSharding,
-        "of_data",
+        "from_data",
         lambda data, shard=None: RowSharding(is_global=isinstance(data, np.ndarray)),
     )
     monkeypatch.setattr(RowSharding, "local_rows", lambda self, batch: batch)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 
 # The format of horovodrun's host files and discovery scripts: "a slots=2", "a:2" or "a".
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(?:\s+slots=(\d+)|:(\d+))?")
@@ -38,7 +38,7 @@ def parse_hosts(text: str, name: str) -> dict[str, int]:
         if not 0 < slots <= _MAX_SLOTS or match["host"] in hosts:
             raise InputError(
                 f"{name}, line {number}: expected a host that appears only once, with its slots, such "
-                f"as 'node1 slots=4', got {shown(line)}."
+                f"as 'node1 slots=4', got {short_repr(line)}."
             )
         hosts[match["host"]] = slots
     if not hosts:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dtransformer.errors import refusing
+from dtransformer.errors import raise_as_input_error
 
 TRACEBACK = "Traceback (most recent call last)"
 _LOOPBACK = "127.0.0.1"
@@ -54,7 +54,7 @@ class Job:
         self._kill_at = math.inf
         self._processes = []
         for environment in environments:
-            with refusing("the command after --", OSError):
+            with raise_as_input_error("the command after --", OSError):
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL if self._processes else None,

@@ -91,7 +91,7 @@ _DEFAULT_RESTARTS = 3
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-def hosts_of(options: argparse.Namespace) -> dict[str, int]:
+def read_hosts(options: argparse.Namespace) -> dict[str, int]:
     """Read the current hosts and their slots from the file, the script or the options."""
     if options.hosts_file is not None:
         text = decode(read_bytes(options.hosts_file, _MAX_FILE), options.hosts_file)
@@ -194,7 +194,7 @@ class Supervisor:
         until = time.monotonic() + self._options.wait
         while self._signal is None:
             try:
-                self._all_hosts = hosts_of(self._options)
+                self._all_hosts = read_hosts(self._options)
             except InputError as error:  # The file may be incomplete while it is being written.
                 if not self._all_hosts:
                     raise

@@ -67,7 +67,7 @@ class Generator:
         Raises:
             ValueError: If an id is out of the vocabulary, or `on_tokens` is combined with beams.
         """
-        ids = SpecialIds.of(self._network, options.stop_ids, self._never)
+        ids = SpecialIds.from_model(self._network, options.stop_ids, self._never)
         for name in ID_LISTS:
             for token_id in getattr(options, name) or ():
                 check_ids(ids.vocab_size, **{name: token_id})

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from dtransformer.parallel.config.validators import NotNegative, Positive, checked_value
 
-Number = Annotated[int, Field(ge=0, lt=2**31)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 FromOne = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Ids = Sequence[Number]
+Ids = Sequence[NonNegativeInt]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,13 @@ class GenerationOptions:
     early_stopping: bool = False
     num_return_sequences: FromOne = 1
     temperature: NotNegative = 0.0
-    top_k: Number = 0
+    top_k: NonNegativeInt = 0
     top_p: Share = 1.0
     min_p: Share = 0.0
     repetition_penalty: Positive = 1.0
-    no_repeat_ngram_size: Number = 0
+    no_repeat_ngram_size: NonNegativeInt = 0
     stop_ids: Ids | None = None
-    min_new_tokens: Number = 0
+    min_new_tokens: NonNegativeInt = 0
     first_ids: Ids = ()
     last_ids: Ids = ()
     suppressed_ids: Ids = ()
@@ -87,7 +87,7 @@ class GenerationOptions:
         self._check_together()
 
     @classmethod
-    def of(cls, **options) -> "GenerationOptions":
+    def from_options(cls, **options) -> "GenerationOptions":
         """Return the given options. Raise a TypeError that lists all options for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in options:

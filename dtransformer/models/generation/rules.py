@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Mapping
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.published_fields import FIELDS
 
@@ -46,7 +46,7 @@ def parse_rules(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size
         if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in id_list):
             raise InputError(
                 f"{path}: `{name}` must have ids in the vocabulary of {vocab_size} entries, got "
-                f"{shown(value)}."
+                f"{short_repr(value)}."
             )
         return id_list
 
@@ -58,7 +58,7 @@ def parse_rules(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size
         elif name in _NUMBERS:
             if type(value) is not int or value < 0:
                 raise InputError(
-                    f"{path}: `{name}` must be an integer of at least 0, got {shown(value)}."
+                    f"{path}: `{name}` must be an integer of at least 0, got {short_repr(value)}."
                 )
             rules[name] = value
         elif name == "forced_bos_token_id" and has_source:
@@ -138,10 +138,10 @@ def resolve_options(network, explicit: Mapping, num_before: int) -> GenerationOp
     ignored = {name: (x, option) for name, (x, option) in asks.items() if option not in explicit}
     if ignored and not network.has_warned_rules:
         network.has_warned_rules = True
-        message = ", ".join(f"{name}={shown(x)}" for name, (x, _) in ignored.items())
+        message = ", ".join(f"{name}={short_repr(x)}" for name, (x, _) in ignored.items())
         replacements = [option for _, option in ignored.values() if option is not None]
         hint = (
             f" Pass {', '.join(dict.fromkeys(replacements))} to `generate`." if replacements else ""
         )
         warnings.warn(f"{path}: `generate` ignores {message}.{hint}", stacklevel=3)
-    return GenerationOptions.of(**{**rules, "min_new_tokens": min_new_tokens, **explicit})
+    return GenerationOptions.from_options(**{**rules, "min_new_tokens": min_new_tokens, **explicit})

@@ -32,7 +32,7 @@ class SpecialIds:
     never: tuple[int, ...] = ()
 
     @classmethod
-    def of(
+    def from_model(
         cls, model, stop_ids: tuple[int, ...] | None = None, never: tuple[int | None, ...] = ()
     ) -> "SpecialIds":
         """Return the special ids of a network.

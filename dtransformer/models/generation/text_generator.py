@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import numpy as np
 
-from dtransformer.errors import shown
+from dtransformer.errors import short_repr
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.generation.rules import end_ids
@@ -29,7 +29,7 @@ def group_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[
         yield by_length[start : start + batch_size]
 
 
-def padded(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
+def pad_ids(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
     """Return lists of ids as an int32 array [b, s], padded at the end with `pad_id`."""
     batch = np.full((len(rows), max(map(len, rows))), pad_id, "int32")
     for row, ids in zip(batch, rows, strict=True):
@@ -37,7 +37,7 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
     return batch
 
 
-def as_lists(ids) -> list[list[int]]:
+def ids_to_lists(ids) -> list[list[int]]:
     """Return the ids from a tokenizer's `encode`, lists or a ragged tensor, as lists."""
     return ids.to_list() if hasattr(ids, "to_list") else [list(row) for row in ids]
 
@@ -100,7 +100,7 @@ class TextGenerator:
         self._max_source_length = max_source_length
         self._on_truncation = on_truncation
         self._continues = isinstance(model, CausalLM)
-        self._search = GenerationOptions.of(**options)
+        self._search = GenerationOptions.from_options(**options)
         self._options = options
         self._end_ids = self._search.stop_ids or ()
 
@@ -131,7 +131,7 @@ class TextGenerator:
         """
         if isinstance(prompts, str):
             raise TypeError(
-                f"`prompts` must be a list of strings, got the string {shown(prompts)}."
+                f"`prompts` must be a list of strings, got the string {short_repr(prompts)}."
             )
         rows = self._encode(prompts)
         n = self.num_results
@@ -168,10 +168,10 @@ class TextGenerator:
         if not prompts:
             return []
         if hasattr(self.tokenizer, "encode_prompts"):
-            rows = as_lists(self.tokenizer.encode_prompts(list(prompts)))
+            rows = ids_to_lists(self.tokenizer.encode_prompts(list(prompts)))
             start = None
         else:
-            rows = as_lists(self.tokenizer.encode(list(prompts)))
+            rows = ids_to_lists(self.tokenizer.encode(list(prompts)))
             start = self.model.start_id
         if not self._continues:
             return self._truncate(rows)
@@ -189,7 +189,7 @@ class TextGenerator:
 
     def _prompts(self, rows):
         """Return prompts in the form that the model's `generate` expects."""
-        return rows if self._continues else padded(rows, self.model.pad_id)
+        return rows if self._continues else pad_ids(rows, self.model.pad_id)
 
     def _context(self, prompt):
         """Return the prompt's ids after its last end token. Decoding a text may depend on them."""

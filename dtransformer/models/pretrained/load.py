@@ -8,7 +8,7 @@ import pathlib
 import warnings
 
 from dtransformer.architectures import Architecture
-from dtransformer.errors import InputError, refusing, shown
+from dtransformer.errors import InputError, raise_as_input_error, short_repr
 from dtransformer.inputs.json_file import read_object
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
@@ -19,7 +19,7 @@ from dtransformer.models.pretrained.folder import CONFIG, GENERATION, Pretrained
 from dtransformer.models.pretrained.quantized import quantization_form
 from dtransformer.models.pretrained.stored_weights import StoredWeights, has_tied_head
 from dtransformer.models.published_fields import FIELDS
-from dtransformer.parallel.collectives.objects import from_chief, together
+from dtransformer.parallel.collectives.objects import call_on_all, from_chief
 from dtransformer.parallel.variable_factory import values_from
 
 IGNORED_FIELDS, _TRAINING, _UNSUPPORTED = (
@@ -70,14 +70,14 @@ def check_unused_fields(config: ReadFields, path: os.PathLike) -> None:
     unused = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
     for name in sorted(unused.keys() & _UNSUPPORTED):
         raise InputError(
-            f"`{name}={shown(unused[name])}` is not supported. Use the unmodified weights."
+            f"`{name}={short_repr(unused[name])}` is not supported. Use the unmodified weights."
         )
     for names, intro in (
         (unused.keys() & _TRAINING, "Training ignores"),
         (unused.keys() - KNOWN_FIELDS, "Ignored unknown fields"),
     ):
         if names:
-            message = ", ".join(f"{name}={shown(unused[name])}" for name in sorted(names))
+            message = ", ".join(f"{name}={short_repr(unused[name])}" for name in sorted(names))
             warnings.warn(f"{path}: {intro} {message}.", stacklevel=3)
 
 
@@ -114,21 +114,21 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         rules = _generation_rules(content, family)
         return content, family, family.adapt_to_file(network_args, content.shapes), rules
 
-    content, family, network_args, rules = together(open_folder, "pretrained/folder")
+    content, family, network_args, rules = call_on_all(open_folder, "pretrained/folder")
     network_args |= arguments
 
     def read_tied_head():
         return has_tied_head(content, family, network_args)
 
     network_args["tied_head"] = from_chief(read_tied_head, "pretrained/copies")
-    with refusing(content.path / CONFIG):
+    with raise_as_input_error(content.path / CONFIG):
         network = family.network(**network_args)
-    network = together(
+    network = call_on_all(
         lambda: with_stored_head(network, content.config, content.path), "pretrained/head"
     )
-    stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
+    stored = call_on_all(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):
-        together(network.build, "pretrained/values")
+        call_on_all(network.build, "pretrained/values")
     # A network with 16-bit weights is always saved in their type.
     if network.variable_dtype == "float32":
         network.stored_dtypes = stored.dtypes()
@@ -137,7 +137,7 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
     return network
 
 
-def architecture_of(folder: str | os.PathLike) -> Architecture:
+def read_architecture(folder: str | os.PathLike) -> Architecture:
     """Return the `Architecture` of the network in a folder, from its `config.json` alone.
 
     Raises:
@@ -181,7 +181,7 @@ def get_family(config: dict, path: os.PathLike) -> Family:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise InputError(
-            f"{path}: `model_type` must be one of {', '.join(FAMILIES)}, got {shown(kind)}."
+            f"{path}: `model_type` must be one of {', '.join(FAMILIES)}, got {short_repr(kind)}."
         )
     return FAMILIES[kind]
 
@@ -221,7 +221,7 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
     except KeyError as error:
         raise InputError(f"{path}: The field {error} is missing.") from None
     except (TypeError, AttributeError, ArithmeticError):
-        last = [f"{x}={shown(config[x])}" for x in config.read if x in config][-3:]
+        last = [f"{x}={short_repr(config[x])}" for x in config.read if x in config][-3:]
         raise InputError(f"{path}: One of {', '.join(last)} has an invalid value.") from None
     except (InputError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None

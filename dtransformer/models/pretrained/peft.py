@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.published_fields import FIELDS
@@ -175,7 +175,9 @@ def _check_fields(config, folder):
                 stacklevel=2,
             )
         elif name not in KNOWN_FIELDS and value not in _UNSET_VALUES:
-            raise InputError(f"{folder}: {shown(name)} is not a known field of adapter configs.")
+            raise InputError(
+                f"{folder}: {short_repr(name)} is not a known field of adapter configs."
+            )
         elif name in _REQUIRED_VALUES and value not in _REQUIRED_VALUES[name]:
             hint = ""
             if name == "init_lora_weights":
@@ -184,7 +186,7 @@ def _check_fields(config, folder):
                     "`path_initial_model_for_weight_conversion`."
                 )
             raise InputError(
-                f"{folder}: Adapters with `{name}={shown(value)}` are not supported.{hint}"
+                f"{folder}: Adapters with `{name}={short_repr(value)}` are not supported.{hint}"
             )
 
 
@@ -201,12 +203,14 @@ def _rank_and_alpha(config, module, folder):
         except (AttributeError, re.error):
             raise InputError(
                 f"{folder}: `{patterns}` must be a dict from patterns to numbers, got "
-                f"{shown(overrides)}."
+                f"{short_repr(overrides)}."
             ) from None
         value = matches[0] if matches else value
         kinds = (int,) if name == "r" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-            raise InputError(f"{folder}: `{name}` must be a positive number, got {shown(value)}.")
+            raise InputError(
+                f"{folder}: `{name}` must be a positive number, got {short_repr(value)}."
+            )
         values.append(value)
     rank, alpha = values
     if config.get("use_rslora"):  # α / √r (Kalajdzievski, 2023, arXiv 2312.03732)

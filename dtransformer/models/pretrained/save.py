@@ -29,10 +29,10 @@ from dtransformer.models.pretrained.stored_weights import path_without_network, 
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,
     broadcast_arrays,
+    call_on_all,
     from_chief,
-    together,
 )
-from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.runtime import job
 
 # `transformers` would load these files instead of `WEIGHTS`.
@@ -82,14 +82,14 @@ def save_pretrained(
 
     def checked():
         config = hf_config(network, family)
-        if any(low_rank_of(variable) is not None for variable in network.variables):
+        if any(get_low_rank(variable) is not None for variable in network.variables):
             raise InputError(
                 "The network has adapters. Save them with `save_lora`, or call `merge_lora` before "
                 "saving the network."
             )
         return config
 
-    config = together(checked, "pretrained/save")
+    config = call_on_all(checked, "pretrained/save")
     values = _values_on_chief(network)
     shapes = network.weight_shapes()
 
@@ -149,8 +149,8 @@ def save_on_chief(
     def save():
         return str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
 
-    with job.doing("saving"):
-        target = together(save, "pretrained/write")
+    with job.record_activity("saving"):
+        target = call_on_all(save, "pretrained/write")
         return pathlib.Path(from_chief(lambda: target, "pretrained/landed"))
 
 

@@ -54,7 +54,7 @@ class Call:
         **arguments: int,
     ):
         self.x = x = tf.convert_to_tensor(x)
-        self.group = group = job.whole_job() if group is None else group
+        self.group = group = job.world_group() if group is None else group
         self._sorted_ranks = sorted(group.ranks)
         self._received = None
         listing = ", ".join(f"{name}={value}" for name, value in arguments.items())

@@ -279,7 +279,7 @@ def _reversed(pair):
 
 def _pair(text, x, peer, group, sends):
     """Return the group (sender, receiver) of this rank and position `other`."""
-    group = job.whole_job() if group is None else group
+    group = job.world_group() if group is None else group
     text = describe(text, x, group)
     check_member(text, group)
     check_position(text, peer, group)

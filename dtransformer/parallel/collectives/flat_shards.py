@@ -31,7 +31,7 @@ def from_shards(shards: tf.Tensor, shape: tuple) -> tf.Tensor:
     return tf.reshape(flat if flat.shape[0] == num_elements else flat[:num_elements], shape)
 
 
-def own_shard(x: tf.Tensor, group: Group, division: Division | None = None) -> tf.Tensor:
+def get_local_shard(x: tf.Tensor, group: Group, division: Division | None = None) -> tf.Tensor:
     """Return this rank's flat shard of a tensor with a static shape.
 
     Args:
@@ -43,7 +43,7 @@ def own_shard(x: tf.Tensor, group: Group, division: Division | None = None) -> t
         A tensor of one dimension, padded with zeros.
     """
     division = division or Division.even(math.prod(x.shape), group.size)
-    start, stop = division.range_of(group.index)
+    start, stop = division.get_range(group.index)
     shard = tf.reshape(x, [-1])[start:stop]
     missing = stop - start - max(min(stop, math.prod(x.shape)) - start, 0)
     return tf.pad(shard, [[0, missing]]) if missing else shard
@@ -79,7 +79,7 @@ def reduce_scatter(
         sizes = [division.sizes[group.index] for division in divisions]
         sections = []
         for i in range(group.size):
-            ranges = [slice(*division.range_of(i)) for division in divisions]
+            ranges = [slice(*division.get_range(i)) for division in divisions]
             parts = [tf.reshape(x, [-1])[part] for x, part in zip(sent, ranges)]
             sections.append(_concat(parts))
         total = transport.reduce_scatter_sections(sections, group, name, result_dtype)

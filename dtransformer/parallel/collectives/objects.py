@@ -34,7 +34,7 @@ def all_gather_json(value, name: str) -> list:
 def _all_gather_named(name, groups):
     """Return a compiled all-gather with this name. `groups` is a cache key of the current job."""
     function = tf.function(
-        lambda data: transport.concatenate(data, job.whole_job(), name),
+        lambda data: transport.concatenate(data, job.world_group(), name),
         input_signature=[tf.TensorSpec([None], "uint8")],
         autograph=False,
     )
@@ -130,7 +130,7 @@ def on_all(action: Callable, name: str) -> list:
     ]
 
 
-def together(action: Callable, name: str):
+def call_on_all(action: Callable, name: str):
     """Run an action on every rank and return this rank's result when all ranks are done.
 
     The result may be of any type. See `on_all` for the arguments and errors.

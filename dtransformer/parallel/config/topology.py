@@ -142,7 +142,7 @@ class Topology:
     def _ranks_per_stage(self):
         return self.num_ranks // self.stage
 
-    def stage_of(self, rank: int) -> int:
+    def get_stage(self, rank: int) -> int:
         """Return the pipeline stage of a rank."""
         return rank // self._ranks_per_stage
 

@@ -10,7 +10,7 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, Field
 
-from dtransformer.errors import nearest
+from dtransformer.errors import suggest
 from dtransformer.parallel.schedules import schedules
 
 Count = Annotated[int, Field(ge=1)]
@@ -99,7 +99,7 @@ class Checked:
     def __setattr__(self, name, value):
         checks = field_validators(type(self))
         if name not in checks:
-            hint = nearest(name, checks)
+            hint = suggest(name, checks)
             raise AttributeError(f"{type(self).__name__} has no field {name!r}; {hint}")
         object.__setattr__(self, name, checked_value(type(self), name, value))
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.context_parallel.plan import ContextPlan, Range, make_plan
 from dtransformer.parallel.mesh.axis_rules import axis_size, constrain, mesh_axis
-from dtransformer.parallel.ops.custom_gradient import after
+from dtransformer.parallel.ops.custom_gradient import depend_on
 from dtransformer.parallel.tracing import trace
 
 _SHARDS = "length_shards", "batch", "heads"
@@ -151,8 +151,8 @@ class ContextExchange:
         x = tf.reshape(tf.transpose(x, [2, 0, 1, 3, 4, 5]), [c, b, n // c, s, t])
         return _constrain(x, ("length_shards", None, "heads"))
 
-    def after(self, x: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
-        """Return `x` with a data dependency on `done`. See `ops.custom_gradient.after`.
+    def depend_on(self, x: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        """Return `x` with a data dependency on `done`. See `ops.custom_gradient.depend_on`.
 
         `x` is `[c, b, m, t, d]` and `done` is `[c, b, n, s, d]`.
 
@@ -226,7 +226,7 @@ class LocalExchange(ContextExchange):
         """Remove the shard dimension: `[1, b, n, s, d]` becomes `[b, n, s, d]`."""
         return constrain(tf.squeeze(x, 0), ("batch", "heads", None, "head_dim"))
 
-    after = staticmethod(after)
+    depend_on = staticmethod(depend_on)
 
 
 def _all_to_all(x):

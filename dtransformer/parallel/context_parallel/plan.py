@@ -173,7 +173,7 @@ class ContextPlan:
                 columns.append(Columns(place, place + min(size, end - position), position))
         return columns
 
-    def seen(
+    def visible_columns(
         self, causal: bool, window: int | None, sizes: tuple[int, int], by_position: bool = True
     ) -> list[list[list[Columns]]]:
         """Return the visible keys for each round and each block of queries.

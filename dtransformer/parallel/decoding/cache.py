@@ -160,14 +160,14 @@ def _insert_copy(tensors, new, slot, num_hypotheses):
     has_one_hypothesis = isinstance(num_hypotheses, int) and num_hypotheses == 1
     results = []
     for tensor, update in zip(tensors, new, strict=True):
-        update = side_by_side(update, b)
+        update = hypotheses_to_positions(update, b)
         if not has_one_hypothesis:
             update = tf.gather(update, entries % num_hypotheses, axis=2)
         results.append(constrain(tf.where(is_new, update, tensor), _AXES))
     return results
 
 
-def positions_of(size: int | tf.Tensor, last: tf.Tensor, num_hypotheses=1) -> tf.Tensor:
+def get_cache_positions(size: int | tf.Tensor, last: tf.Tensor, num_hypotheses=1) -> tf.Tensor:
     """Return the positions of a cache's entries, int32 `[e]`. Empty entries are negative.
 
     Args:
@@ -179,7 +179,7 @@ def positions_of(size: int | tf.Tensor, last: tf.Tensor, num_hypotheses=1) -> tf
     return last - (last - places) % (size // num_hypotheses)
 
 
-def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
+def hypotheses_to_positions(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
     """Convert `[b·k, n, s, d]` to `[b, n, s·k, d]`: positions of all hypotheses of a source."""
     rows, n, s, d = static_or_dynamic_shape(x)
     if isinstance(rows, int) and isinstance(num_sources, int) and rows == num_sources:
@@ -188,7 +188,7 @@ def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.transpose(x, [0, 2, 3, 1, 4]), [num_sources, n, -1, d])
 
 
-def one_by_one(x: tf.Tensor, num_positions: int | tf.Tensor) -> tf.Tensor:
+def positions_to_hypotheses(x: tf.Tensor, num_positions: int | tf.Tensor) -> tf.Tensor:
     """Convert `[b, n, s·k, d]` to `[b·k, s, n, d]`, with heads after positions."""
     b, n, queries, d = static_or_dynamic_shape(x)
     if isinstance(queries, int) and isinstance(num_positions, int) and queries == num_positions:

@@ -30,13 +30,17 @@ class Buffers:
         most: Capacity of an expert per group. `None` means unlimited.
     """
 
-    def __init__(self, taken: Places, choices: tf.Tensor, groups: TokenGroups, most: int | None):
+    def __init__(
+        self, slots: Places, choices: tf.Tensor, groups: TokenGroups, max_tokens: int | None
+    ):
         self._groups = groups
         self._relayout = groups.relayout
         *group_shape, size, self._num_choices = static_or_dynamic_shape(choices)
-        num_experts = taken.taken.shape[-1]
-        is_static = isinstance(most, int) and isinstance(size, int)
-        num_slots = size if most is None else (min if is_static else tf.minimum)(most, size)
+        num_experts = slots.accepted.shape[-1]
+        is_static = isinstance(max_tokens, int) and isinstance(size, int)
+        num_slots = (
+            size if max_tokens is None else (min if is_static else tf.minimum)(max_tokens, size)
+        )
         self._shape = [*group_shape, num_experts, num_slots]
         self._expert_axis = mesh_axis("expert")
         self._model_axis = mesh_axis("mlp")
@@ -53,9 +57,9 @@ class Buffers:
         )
         total_slots = num_experts * num_slots
         total_choices = size * self._num_choices
-        slot = _index(num_slots) * _index(tf.range(num_experts)) + taken.position
+        slot = _index(num_slots) * _index(tf.range(num_experts)) + slots.position
         # Dropped tokens get the index after the last slot.
-        slot = tf.where(taken.taken > 0, slot, _index(total_slots))
+        slot = tf.where(slots.accepted > 0, slot, _index(total_slots))
         is_choice = tf.one_hot(choices, num_experts, dtype=INDEX_TYPE)  # [g, n, k, E]
         # Slot of each choice [g, n·k], and conversely the choice of each slot [g, E·c].
         slot = tf.reduce_sum(is_choice * slot[..., None, :], axis=-1)
@@ -65,7 +69,7 @@ class Buffers:
         choice_index = tf.reduce_sum(is_choice * choice_index, axis=-2)  # [g, n, E]
         first_choice = _index(tf.range(size))[:, None] * self._num_choices
         priority = _index(total_choices) - (first_choice + choice_index)
-        priority = self._relayout(tf.linalg.matrix_transpose(priority * taken.taken))
+        priority = self._relayout(tf.linalg.matrix_transpose(priority * slots.accepted))
         priority = tf.reshape(
             tf.math.top_k(priority, num_slots).values, [*group_shape, total_slots]
         )

@@ -23,12 +23,12 @@ class Places(typing.NamedTuple):
     """Tokens accepted by each expert.
 
     Args:
-        taken: int64 tensor `[g, n, E]`. 1 if the expert accepts the token.
+        accepted: int64 tensor `[g, n, E]`. 1 if the expert accepts the token.
         position: int64 tensor `[g, n, E]`. Index of the token among the tokens that chose the
             expert in the local part of the group.
     """
 
-    taken: tf.Tensor
+    accepted: tf.Tensor
     position: tf.Tensor
 
 
@@ -54,13 +54,13 @@ def capacity(num_tokens: int | tf.Tensor, moe_config) -> int | tf.Tensor | None:
 
 
 def places(
-    chosen: tf.Tensor, most: int | tf.Tensor | None, before: tf.Tensor | None = None
+    chosen: tf.Tensor, max_tokens: int | tf.Tensor | None, before: tf.Tensor | None = None
 ) -> Places:
     """Return the tokens that each expert accepts.
 
     Args:
         chosen: int64 tensor `[g, n, E]`. 1 if the token chose the expert.
-        most: Capacity of an expert per group. `None` means unlimited.
+        max_tokens: Capacity of an expert per group. `None` means unlimited.
         before: int64 tensor `[g, E]`. Number of earlier tokens of the same group, on other devices,
             that chose the expert. `None` means 0.
 
@@ -70,11 +70,13 @@ def places(
     Example:
 
     >>> sent_to_one_expert = tf.ones((1, 3, 1), "int64")
-    >>> places(sent_to_one_expert, most=2).taken.numpy().ravel().tolist()
+    >>> places(sent_to_one_expert, max_tokens=2).accepted.numpy().ravel().tolist()
     [1, 1, 0]
     """
     position = tf.cumsum(chosen, axis=-2, exclusive=True)
-    if most is None:
+    if max_tokens is None:
         return Places(chosen, position)
     in_group = position if before is None else position + before[..., None, :]
-    return Places(chosen * tf.cast(in_group < tf.cast(most, INDEX_TYPE), INDEX_TYPE), position)
+    return Places(
+        chosen * tf.cast(in_group < tf.cast(max_tokens, INDEX_TYPE), INDEX_TYPE), position
+    )

@@ -36,10 +36,10 @@ class SortedTokens:
         choices: int64 tensor `[g, n, k]`. Experts chosen for each token.
     """
 
-    def __init__(self, taken: Places, choices: tf.Tensor):
-        num_experts = taken.taken.shape[-1]
+    def __init__(self, slots: Places, choices: tf.Tensor):
+        num_experts = slots.accepted.shape[-1]
         self._num_choices = choices.shape[-1]
-        is_taken = tf.reshape(taken.taken, [-1, num_experts])  # [N, E]
+        is_taken = tf.reshape(slots.accepted, [-1, num_experts])  # [N, E]
         self._sizes = tf.reduce_sum(is_taken, axis=0)
         total = tf.reduce_sum(self._sizes)
         first = tf.cumsum(self._sizes, exclusive=True)
@@ -114,11 +114,11 @@ class SortedTokens:
 def apply_experts(
     feed_forward: Callable,
     x: tf.Tensor,
-    taken: Places,
+    slots: Places,
     choices: tf.Tensor,
     gates: tf.Tensor,
     groups: TokenGroups,
-    most: int | tf.Tensor | None,
+    max_tokens: int | tf.Tensor | None,
 ) -> tf.Tensor:
     """Return Σ gate · expert(x) of each token.
 
@@ -127,20 +127,20 @@ def apply_experts(
             returns a list of the same form. The methods `column_parallel`, `row_parallel` and
             `add_bias` of `products` compute for each expert.
         x: Tensor `[g, n, h]`.
-        taken: `Places` of the tokens.
+        slots: `Places` of the tokens.
         choices: int64 tensor `[g, n, k]`.
         gates: float32 tensor `[g, n, k]`.
         groups: `TokenGroups`.
-        most: Capacity of an expert per group. `None` means unlimited.
+        max_tokens: Capacity of an expert per group. `None` means unlimited.
 
     Returns:
         A tensor `[g, n, h]`.
     """
     # XLA needs static shapes. With unlimited capacity, excluding operations from its clusters is
     # cheaper than padding every expert to all tokens.
-    in_clusters = most is not None and tf.config.optimizer.get_jit()
+    in_clusters = max_tokens is not None and tf.config.optimizer.get_jit()
     if trace.is_on_mesh() or _compat.is_compiled_by_xla() or in_clusters:
-        experts = Buffers(taken, choices, groups, most)
+        experts = Buffers(slots, choices, groups, max_tokens)
     else:
-        experts = SortedTokens(taken, choices)
+        experts = SortedTokens(slots, choices)
     return experts.take_back(feed_forward(experts, experts.send(x)), gates)

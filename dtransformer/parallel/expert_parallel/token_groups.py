@@ -47,7 +47,7 @@ class Totals:
     parts: float | tf.Tensor = 1.0
 
 
-def axis_of_groups(length: int, size: int | None) -> str | None:
+def get_group_axis(length: int, size: int | None) -> str | None:
     """Return the mesh axis that shards the groups of a sequence, or `None`.
 
     It is `None` if sequences are not sharded, or if groups have tokens from several shards. In that
@@ -80,7 +80,7 @@ class TokenGroups:
         axis = context = None
         if trace.is_on_mesh():
             axis = activation_specs(("batch",), x.shape[:1])[0]
-            context = axis_of_groups(self._shape[1], size)
+            context = get_group_axis(self._shape[1], size)
         batch, length = self._shape
         self._is_global = size is None
         self._padding = 0

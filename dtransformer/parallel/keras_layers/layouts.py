@@ -15,7 +15,7 @@ from dtransformer.parallel.keras_layers.layout_map import (
     find_problem,
     match_layouts,
 )
-from dtransformer.parallel.pipeline_parallel.stage_weights import own_weights
+from dtransformer.parallel.pipeline_parallel.stage_weights import get_direct_weights
 
 # Name of the model axis in the layout maps of KerasHub.
 _MODEL = "model"
@@ -85,7 +85,7 @@ def weight_layouts(
 
 def _weights(layers):
     """Return a dict of the ids of the layers' weights without logical axes to the weights."""
-    variables = [variable for layer in layers for variable in own_weights(layer)]
+    variables = [variable for layer in layers for variable in get_direct_weights(layer)]
     return {id(v): v for v in variables if not hasattr(v, "logical_axes")}
 
 
@@ -111,7 +111,7 @@ def _layout(variable, specs, rule, sizes):
 
 
 def _mapped_layouts(layers, layout_map, sizes):
-    variables = [variable for layer in layers for variable in own_weights(layer)]
+    variables = [variable for layer in layers for variable in get_direct_weights(layer)]
     variables = list({id(variable): variable for variable in variables}.values())
     paths = [variable.path for variable in variables]
     patterns, unused = match_layouts(layout_map, paths)
@@ -168,7 +168,7 @@ def _kernel(layer):
     """Return the kernel of a built `Dense` or `EinsumDense` layer, or `None` for other layers."""
     if not isinstance(layer, (keras.layers.Dense, keras.layers.EinsumDense)):
         return None
-    return next((weight for weight in own_weights(layer) if weight.name == "kernel"), None)
+    return next((weight for weight in get_direct_weights(layer) if weight.name == "kernel"), None)
 
 
 def _product(layer, columns_before=0, is_last=False):
@@ -198,7 +198,7 @@ def _rules_of(layer, columns_before, is_last, config):
         if config.vocab_emb_dp:
             for looked_up in rules.LOOKED_UP:
                 del dimensions[looked_up]
-    for variable in own_weights(layer):
+    for variable in get_direct_weights(layer):
         letters = dimensions.get(variable.name, "")
         if letter in letters and len(letters) == len(variable.shape):
             yield variable, letters, letter, name

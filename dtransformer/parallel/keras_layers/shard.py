@@ -79,7 +79,7 @@ def storage_specs(layout: WeightLayout) -> Specs:
 def _copy_first_values(variables):
     """Copy the first rank's values to all ranks that share the mesh, before they are sharded."""
     has_stages = job.stage()[1] > 1
-    group = job.model_parallel_group() if has_stages else job.whole_job()
+    group = job.model_parallel_group() if has_stages else job.world_group()
     if variables and group.size > 1:
         broadcast_values(variables, group)
 

@@ -207,7 +207,7 @@ def check_axes(axes: tuple, rank: int, what: str):
             )
 
 
-def axes_of(variables: Iterable[keras.Variable]) -> set[str | None]:
+def get_logical_axes(variables: Iterable[keras.Variable]) -> set[str | None]:
     """Return the set of logical axes of variables. Variables without logical axes are skipped."""
     return {name for v in variables for name in getattr(v, "logical_axes", ())}
 

@@ -5,7 +5,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from dtransformer.parallel.mesh.axis_rules import axis_size, make_layout, mesh_axis
-from dtransformer.parallel.mesh.variable import bounds_of
+from dtransformer.parallel.mesh.variable import get_device_bounds
 from dtransformer.parallel.runtime import job
 
 
@@ -26,7 +26,7 @@ def put_sharded(batch):
         x = np.asarray(x)
         x = np.pad(x, [(0, rows_added(len(x))), *[(0, 0)] * (x.ndim - 1)])
         specs = (axis, *[None] * (x.ndim - 1))
-        device_bounds = bounds_of(x.shape, specs, job.mesh().local_device_ids())
+        device_bounds = get_device_bounds(x.shape, specs, job.mesh().local_device_ids())
         return _pack([x[bounds.slices] for bounds in device_bounds], specs)
 
     return tf.nest.map_structure(put, batch)

@@ -15,7 +15,7 @@ from dtransformer.parallel.mesh.variable import packed, sharding_specs, unpacked
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.shared_blocks import recording_block_calls
-from dtransformer.parallel.weights.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 
 _OPERATION_PATTERN = re.compile(r"""['"]tf\.(\w+)['"]|(\w+)Op SPMD""")
 _COMPILER_PHRASES = "layout propagation", "SPMD", "dtensor_graph_to_mlir_pass"
@@ -42,7 +42,7 @@ class MeshFunction:
         self._gradients = gradients
         self._variables = network_variables
         # DTensor needs static shapes, so each shape of a batch is compiled.
-        self._traced = _compat.called_by_shapes(tf.function(self._trace, autograph=False))
+        self._traced = _compat.cache_by_shapes(tf.function(self._trace, autograph=False))
         self._is_new = False
         self._graph = None
         self._constants = {}  # Maps the id of a captured tensor to the tensor and its DTensor.
@@ -58,7 +58,7 @@ class MeshFunction:
         ranks = job.model_parallel_group().ranks
         # Functions in the computation may wait for other ranks.
         waiting = job.waiting("a computation on the mesh", ranks)
-        captures = _compat.captures_replaced(self._replicate_captured)
+        captures = _compat.replace_captures(self._replicate_captured)
         scope = keras.StatelessScope(mapping, collect_losses=True)
         with scope, self._on_mesh(), waiting, captures:
             results = self._function(*args)
@@ -140,7 +140,7 @@ class MeshFunction:
             self._is_new = False
         for i, value in updates.items():
             variable = variables[int(i)]
-            shards = own_shards([variable])
+            shards = get_local_shards([variable])
             for shard, new_shard in zip(shards, unpacked(variable, value)):
                 shard.assign(new_shard)
         return results

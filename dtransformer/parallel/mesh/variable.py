@@ -17,7 +17,7 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.mesh.axis_rules import axis_size, make_layout, relayout
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.weights.shard_bounds import shape_of
+from dtransformer.parallel.weights.shard_bounds import get_shape
 from dtransformer.parallel.weights.sharded_variable import ShardBounds, ShardedVariable, StoredValue
 
 
@@ -155,7 +155,7 @@ class LocalShards:
 
     def __init__(self, shape: Sequence[int], specs: Sequence[str | None]):
         mesh = job.mesh()
-        device_bounds = bounds_of(shape, specs, mesh.local_device_ids())
+        device_bounds = get_device_bounds(shape, specs, mesh.local_device_ids())
         self._pack = _compat.packer(make_layout(specs))
         self.distinct = list(dict.fromkeys(device_bounds))
         shard_indices = [self.distinct.index(bounds) for bounds in device_bounds]
@@ -163,7 +163,7 @@ class LocalShards:
         self._device_shards = list(zip(mesh.local_devices(), shard_indices))
         self._first_indices = [shard_indices.index(index) for index in range(len(self.distinct))]
         self.first_devices = [mesh.local_devices()[first] for first in self._first_indices]
-        self.shapes = list(map(shape_of, self.distinct))
+        self.shapes = list(map(get_shape, self.distinct))
 
     def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return a DTensor of shards: tensors or variables in the order of `distinct`."""
@@ -183,7 +183,7 @@ class LocalShards:
         return [device_shards[first] for first in self._first_indices]
 
 
-def bounds_of(
+def get_device_bounds(
     shape: Sequence[int], specs: Sequence[str | None], device_ids: Iterable[int]
 ) -> list[_Bounds]:
     """Return the bounds of a tensor's shard on each given device of the mesh.
@@ -237,7 +237,7 @@ def _assemble(variable, rank_shards):
         ids = range(rank * num_local, (rank + 1) * num_local)
         if len(rank_shards) == 1:
             ids = mesh.local_device_ids()
-        distinct = list(dict.fromkeys(bounds_of(variable.shape, variable.specs, ids)))
+        distinct = list(dict.fromkeys(get_device_bounds(variable.shape, variable.specs, ids)))
         shards = tf.split(flat, len(distinct))
         for bounds, shard in zip(distinct, shards):
             blocks[tuple(bounds)] = tf.reshape(shard, [stop - start for start, stop in bounds])
@@ -257,7 +257,7 @@ def sharding_specs(variable: keras.Variable) -> tuple[str | None, ...]:
     return (None,) * len(variable.shape)
 
 
-def share_of(variable: keras.Variable) -> float | None:
+def get_mesh_fraction(variable: keras.Variable) -> float | None:
     """Return 1 over the number of ranks of the mesh that have the same shards of a variable.
 
     The result is `None` if every rank has the full variable.

@@ -1,6 +1,6 @@
 """Hand-written gradients that also work on the mesh.
 
-`after`, `computed_anew` and `seed_after` order the backward pass: they make its computations depend
+`depend_on`, `prevent_reuse` and `delay_seed` order the backward pass: they make its computations depend
 on earlier gradients.
 """
 
@@ -50,7 +50,7 @@ def custom_gradient(function: Callable) -> Callable:
     return run
 
 
-def after(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
+def depend_on(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
     """Return x with a dependency on dy, so nothing is computed from x before dy.
 
     Compilers and DTensor only respect value dependencies. The function therefore adds 0 computed
@@ -62,7 +62,7 @@ def after(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
     return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
 
 
-def computed_anew(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
+def prevent_reuse(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
     """Return x in a form that prevents XLA from reusing earlier results computed from x.
 
     XLA would store these results in memory, which is often slower than to compute them twice.
@@ -70,13 +70,13 @@ def computed_anew(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
 
     Args:
         x: A tensor.
-        known: Tensor that is computed before x is used again, see `after`.
+        known: Tensor that is computed before x is used again, see `depend_on`.
     """
     is_fused = _compat.is_compiled_by_xla() or tf.config.optimizer.get_jit()
-    return after(x, known) if is_fused else tf.identity(x)
+    return depend_on(x, known) if is_fused else tf.identity(x)
 
 
-def seed_after(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
+def delay_seed(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
     """Return the seed with a dependency on dy, so dropout masks are not drawn before dy.
 
     Masks depend only on shapes and the seed. Without the dependency they would be stored. On a mesh

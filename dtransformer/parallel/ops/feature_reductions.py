@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.ops.custom_gradient import computed_anew, custom_gradient
+from dtransformer.parallel.ops.custom_gradient import custom_gradient, prevent_reuse
 from dtransformer.parallel.tracing import trace
 
 
@@ -37,7 +37,7 @@ def _sum_of_rows(x, rank):
     if _compat.is_compiled_by_xla():  # XLA would otherwise write the rows again in 32 bits.
         ones, rows = _compat.barrier([ones, rows])
     else:
-        ones = computed_anew(ones, rows)
+        ones = prevent_reuse(ones, rows)
     return tf.reshape(tf.matmul(ones, rows, transpose_a=True), features)
 
 

@@ -59,6 +59,6 @@ class LowRank:
         return tf.sqrt(tf.reduce_sum(squares, list(range(len(inputs)))))
 
 
-def low_rank_of(kernel: tf.Tensor | keras.Variable) -> LowRank | None:
+def get_low_rank(kernel: tf.Tensor | keras.Variable) -> LowRank | None:
     """Return the low-rank adapter of a kernel, or `None`."""
     return getattr(kernel, "low_rank", None)

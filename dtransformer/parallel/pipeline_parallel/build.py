@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import keras
 
 from dtransformer import _compat
-from dtransformer.parallel.collectives.division import filled
+from dtransformer.parallel.collectives.division import pack_consecutive
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow, DependencyRecorder
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
     can_be_copied,
-    chunk_of,
+    get_chunk,
     is_placed,
     placed_layers,
 )
@@ -92,11 +92,11 @@ def assign_evenly(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashab
     high = sum(sizes.values())
     while low < high:
         limit = (low + high) // 2
-        if len(filled(sizes.values(), limit)) <= num_chunks:
+        if len(pack_consecutive(sizes.values(), limit)) <= num_chunks:
             high = limit
         else:
             low = limit + 1
-    chunks = filled(sizes.values(), low)
+    chunks = pack_consecutive(sizes.values(), low)
     while len(chunks) < num_chunks:  # Halve the chunk with the most layers.
         longest = max(range(len(chunks)), key=lambda chunk: len(chunks[chunk]))
         indices = chunks[longest]
@@ -125,7 +125,7 @@ def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:
         if not all(layer.built for layer in _compat.flat_layers(network)):
             network(symbols())
         place_all(network, specs, placement)
-        dataflow = Dataflow.of_network(network, specs, placement)
+        dataflow = Dataflow.from_network(network, specs, placement)
         mark_copies(network, dataflow)
         leave_other_stages(network)
     build_copies(network)
@@ -160,7 +160,7 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
     parts = [part for part in _call_order(recorder) if part in parts]
     placed = [layer for layer in _call_order(recorder) if layer not in parts]
     if placed:
-        fixed_places = {layer: chunk_of(layer, placement) for layer in placed}
+        fixed_places = {layer: get_chunk(layer, placement) for layer in placed}
         # Later calls of a layer may run on other chunks, with copies of its weights.
         calls = [
             (call.layer, [result.layer for result in call.sources])
@@ -216,10 +216,10 @@ def _record_calls(network, specs, parts):
 
 def _make_placeable(layer):
     """Add the pipeline attributes of this package's layers to a Keras layer."""
-    if hasattr(layer, "copied_to"):
+    if hasattr(layer, "copy_chunks"):
         return
-    layer.copied_to = frozenset()
-    layer.results_that_are_weights = types.MappingProxyType({})
+    layer.copy_chunks = frozenset()
+    layer.weight_outputs = types.MappingProxyType({})
     compute = layer.call
 
     @functools.wraps(compute)

@@ -4,7 +4,7 @@ import contextlib
 
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.shared_chunks import SharedChunk, find_equal_layers
-from dtransformer.parallel.pipeline_parallel.stage_assignment import weights_of
+from dtransformer.parallel.pipeline_parallel.stage_assignment import get_chunk_weights
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 
 
@@ -30,7 +30,7 @@ class ChunkFunctions:
         # first chunk.
         self._shared = {}
 
-    def of(self, chunk: int, dataflow: Dataflow, variant=None):
+    def get(self, chunk: int, dataflow: Dataflow, variant=None):
         """Return the compiled function of a chunk.
 
         Args:
@@ -51,7 +51,7 @@ class ChunkFunctions:
         return self._compiled[key]
 
     def _compile(self, chunk, dataflow, variant):
-        weights = weights_of(self._network, chunk, dataflow)
+        weights = get_chunk_weights(self._network, chunk, dataflow)
         equal = find_equal_layers(self._network, chunk, dataflow) if self._shares else None
         if equal is None:
             return self._devices.compile(self._function(chunk, dataflow), *weights)

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.pipeline_parallel.stage_assignment import can_be_copied, chunk_of
+from dtransformer.parallel.pipeline_parallel.stage_assignment import can_be_copied, get_chunk
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import (
     CallNames,
     call_masks,
@@ -44,7 +44,7 @@ class Result:
     @property
     def is_weight(self) -> bool:
         """True if the result is a weight, so that other chunks can store a copy of it."""
-        return self.number in self.layer.results_that_are_weights
+        return self.number in self.layer.weight_outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class DependencyRecorder:
         """Return the results that nested tensors and their masks directly depend on."""
         origins = {}
         visited = set()
-        masks = list(_compat.masks_of(tensors).values())
+        masks = list(_compat.get_keras_masks(tensors).values())
         pending = [x for x in [*tf.nest.flatten(tensors), *masks] if tf.is_tensor(x)]
         while pending:
             x = pending.pop()
@@ -175,7 +175,7 @@ class Dataflow:
     def chunk_of_call(self, name: str, layer) -> int:
         """Return the index of the chunk that computes a call of a placed layer."""
         chunk = self.moved_calls.get(name)
-        return chunk_of(layer, self.placement) if chunk is None else chunk
+        return get_chunk(layer, self.placement) if chunk is None else chunk
 
     def sent_after(self, chunk: int) -> list[CrossStageTensor]:
         """Return the `CrossStageTensor` objects that a chunk passes to the next one."""
@@ -189,7 +189,7 @@ class Dataflow:
         """Return the `CrossStageTensor` objects that a chunk receives from the previous one."""
         return self.sent_after(chunk - 1) if chunk else []
 
-    def copies_of(self, layer) -> frozenset[int]:
+    def get_copy_chunks(self, layer) -> frozenset[int]:
         """Return the other chunks that need a copy of a layer's weights."""
         return self.copies.get(layer.path, frozenset())
 
@@ -202,7 +202,7 @@ class Dataflow:
         return "\n".join(lines)
 
     @classmethod
-    def of(cls, function: Callable, inputs, placement: Placement) -> "Dataflow":
+    def from_function(cls, function: Callable, inputs, placement: Placement) -> "Dataflow":
         """Return the dataflow of a function of placed layers.
 
         Args:
@@ -216,7 +216,7 @@ class Dataflow:
         return cls._from_recorder(DependencyRecorder(function, inputs), placement)
 
     @classmethod
-    def of_network(cls, network: keras.Model, inputs, placement: Placement) -> "Dataflow":
+    def from_network(cls, network: keras.Model, inputs, placement: Placement) -> "Dataflow":
         """Return the dataflow of a network's training step.
 
         Args:
@@ -273,7 +273,7 @@ class _CallPlacement:
         self._copy_inner_layers({call.layer: None for call in recorder.calls})
 
     def _place(self, call):
-        chunk = chunk_of(call.layer, self._placement)
+        chunk = get_chunk(call.layer, self._placement)
         self.chunks[call.name] = chunk
         for result in call.sources:
             source_chunk = self.chunks[result.call]
@@ -294,7 +294,7 @@ class _CallPlacement:
         for result in results:
             if not result.is_weight:
                 self.last_use[result] = max(self.last_use.get(result, 0), chunk)
-            elif chunk != chunk_of(result.layer, self._placement):
+            elif chunk != get_chunk(result.layer, self._placement):
                 self._copy(result.layer, chunk)
 
     def _copy(self, layer, chunk):
@@ -304,13 +304,13 @@ class _CallPlacement:
         """Copy placed layers that are also inside of a placed layer of another chunk."""
         for layer in placed:
             for inner in _compat.flat_layers(layer, include_self=False):
-                chunk = chunk_of(layer, self._placement)
-                if inner in placed and chunk != chunk_of(inner, self._placement):
+                chunk = get_chunk(layer, self._placement)
+                if inner in placed and chunk != get_chunk(inner, self._placement):
                     self._copy(inner, chunk)
 
 
 def _check_places(network, placed, placement):
-    used = {chunk_of(layer, placement) for layer in placed}
+    used = {get_chunk(layer, placement) for layer in placed}
     for chunk in range(placement.num_chunks):
         if chunk not in used:
             raise ValueError(
@@ -320,7 +320,7 @@ def _check_places(network, placed, placement):
             )
     inside = {id(inner) for layer in placed for inner in _compat.flat_layers(layer)}
     for layer in _compat.flat_layers(network):
-        if _compat.own_variables(layer) and id(layer) not in inside:
+        if _compat.direct_variables(layer) and id(layer) not in inside:
             raise ValueError(
                 f"{layer.path} has weights outside of its layers, which no pipeline stage computes "
                 "with. Move them into a layer."

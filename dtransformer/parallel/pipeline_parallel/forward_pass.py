@@ -6,7 +6,7 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.pipeline_parallel.chunk_functions import ChunkFunctions
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.p2p import peers
-from dtransformer.parallel.pipeline_parallel.stage_assignment import has_outputs, own_chunks
+from dtransformer.parallel.pipeline_parallel.stage_assignment import has_outputs, local_chunks
 from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
@@ -54,13 +54,13 @@ class ForwardPass:
         new_states = {}
         pending_sends = []
         placement = dataflow.placement
-        for chunk in own_chunks():
+        for chunk in local_chunks():
             if not chunk:
                 tensors = {}
             elif not placement.is_local(chunk - 1):
                 tensors = self._receive(dataflow, chunk)
             state = None if states is None else states[chunk]
-            function = self._functions.of(chunk, dataflow, state is None)
+            function = self._functions.get(chunk, dataflow, state is None)
             tensors, (outputs, new_states[chunk]) = function(
                 function.weights(), tensors, inputs, state
             )
@@ -80,7 +80,7 @@ class ForwardPass:
     def _dataflow(self, inputs):
         key = tuple(tf.nest.flatten(tensor_specs(inputs)))
         if key not in self._dataflows:
-            self._dataflows[key] = Dataflow.of(self._outputs, inputs, job.placement())
+            self._dataflows[key] = Dataflow.from_function(self._outputs, inputs, job.placement())
         return self._dataflows[key]
 
     def _outputs(self, inputs):
@@ -123,7 +123,7 @@ def from_last(tensors, name: str):
     placement = job.placement()
     if group.size == 1:
         return tensors
-    root = placement.stage_of(placement.last_chunk)
+    root = placement.get_stage(placement.last_chunk)
     flat = [
         transport.broadcast(x, root, group, f"{name}_{i}")
         for i, x in enumerate(tf.nest.flatten(tensors))

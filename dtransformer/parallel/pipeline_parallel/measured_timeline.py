@@ -25,11 +25,11 @@ def gather_timeline(computations: list[Event], sent: dict, received: dict) -> Ti
     events, sent, received = zip(*(all_records[rank] for rank in job.pipeline_group().ranks))
     if not all(events):
         raise ValueError("No training step was run yet. Call `fit` or `train_on_batch` first.")
-    events = [Event.of(event) for local_records in events for event in local_records]
+    events = [Event.from_fields(event) for local_records in events for event in local_records]
     sent = collections.ChainMap(*sent)
     for local_records in received:  # A transfer starts when both ends are ready.
         for name, event in local_records.items():
-            event = Event.of(event)
+            event = Event.from_fields(event)
             start = min(max(event.start, sent[name]), event.end)
             events.append(dataclasses.replace(event, start=start))
     return Timeline(tuple(sorted(events, key=lambda event: event.start)), job.placement())

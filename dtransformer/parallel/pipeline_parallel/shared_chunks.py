@@ -12,7 +12,7 @@ import keras
 
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
-from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of, placed_layers
+from dtransformer.parallel.pipeline_parallel.stage_assignment import get_chunk_layers, placed_layers
 from dtransformer.parallel.tracing.equal_layers import EqualLayers, is_from_package
 
 
@@ -35,10 +35,10 @@ def find_equal_layers(
         `EqualLayers` of the chunk. `None` if the chunk cannot share a function.
     """
     placement = dataflow.placement
-    has_copies = any(chunk in dataflow.copies_of(layer) for layer in placed_layers(network))
+    has_copies = any(chunk in dataflow.get_copy_chunks(layer) for layer in placed_layers(network))
     if chunk in (0, placement.last_chunk) or has_copies:
         return None
-    stack, layers = _find_blocks(network, layers_of(network, chunk, placement))
+    stack, layers = _find_blocks(network, get_chunk_layers(network, chunk, placement))
     if layers is None or _has_experts(layers.inner):
         return None
     received = dataflow.received_by(chunk)
@@ -81,7 +81,7 @@ def _stacks(network):
 
 def _has_experts(layers):
     """Return whether one of the layers has experts, which report their loads under unique names."""
-    return any(getattr(layer, "adds_means", False) for layer in layers)
+    return any(getattr(layer, "aux_loss_is_mean", False) for layer in layers)
 
 
 class SharedChunk:

@@ -15,7 +15,7 @@ from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.tracing.added_losses import may_add_losses
 
 
-def chunk_of(layer, placement: Placement) -> int:
+def get_chunk(layer, placement: Placement) -> int:
     """Return the index of a placed layer's model chunk.
 
     Negative values of `pipeline_stage` count from the end.
@@ -33,10 +33,10 @@ def chunk_of(layer, placement: Placement) -> int:
     return index % chunks
 
 
-def stages_of(layer, placement: Placement) -> list[int]:
+def get_stages(layer, placement: Placement) -> list[int]:
     """Return the stages that have a placed layer's weights, starting with the layer's stage."""
-    chunks = [chunk_of(layer, placement), *sorted(layer.copied_to)]
-    return list(dict.fromkeys(placement.stage_of(chunk) for chunk in chunks))
+    chunks = [get_chunk(layer, placement), *sorted(layer.copy_chunks)]
+    return list(dict.fromkeys(placement.get_stage(chunk) for chunk in chunks))
 
 
 def can_be_copied(layer) -> bool:
@@ -45,9 +45,9 @@ def can_be_copied(layer) -> bool:
     The layer must not have state, metrics or added losses, whose changes would belong to one chunk.
     """
     for inner in _compat.flat_layers(layer):
-        weights = {id(weight) for weight in _compat.own_trainable_variables(inner)}
-        has_state = any(id(variable) not in weights for variable in _compat.own_variables(inner))
-        reports_sums = inner.metrics or getattr(inner, "adds_means", False)
+        weights = {id(weight) for weight in _compat.direct_trainable_variables(inner)}
+        has_state = any(id(variable) not in weights for variable in _compat.direct_variables(inner))
+        reports_sums = inner.metrics or getattr(inner, "aux_loss_is_mean", False)
         if has_state or reports_sums or may_add_losses(inner):
             return False
     return True
@@ -69,12 +69,12 @@ def placed_layers(network: keras.Model) -> list:
     return list(dict.fromkeys(placed))
 
 
-def layers_of(network: keras.Model, chunk: int, placement: Placement) -> list:
+def get_chunk_layers(network: keras.Model, chunk: int, placement: Placement) -> list:
     """Return the placed layers of a chunk, without layers whose weights it has as copies."""
-    return [layer for layer in placed_layers(network) if chunk == chunk_of(layer, placement)]
+    return [layer for layer in placed_layers(network) if chunk == get_chunk(layer, placement)]
 
 
-def layers_of_stages(network: keras.Model, placement: Placement) -> list[list[str]]:
+def get_stage_layer_names(network: keras.Model, placement: Placement) -> list[list[str]]:
     """Return the names of the placed layers of each stage, including copies.
 
     Names of layers in an inner model or stack contain its path.
@@ -82,12 +82,12 @@ def layers_of_stages(network: keras.Model, placement: Placement) -> list[list[st
     names = [[] for _ in range(placement.num_stages)]
     for layer in placed_layers(network):
         path = layer.path or layer.name
-        for stage in stages_of(layer, placement):
+        for stage in get_stages(layer, placement):
             names[stage].append(path.removeprefix(f"{network.name}/"))
     return names
 
 
-def weights_of(
+def get_chunk_weights(
     network: keras.Model, chunk: int, dataflow
 ) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """Return the trained weights and the other weights of a chunk.
@@ -104,7 +104,7 @@ def weights_of(
     weights = [
         weight
         for layer in placed_layers(network)
-        if chunk == chunk_of(layer, dataflow.placement) or chunk in dataflow.copies_of(layer)
+        if chunk == get_chunk(layer, dataflow.placement) or chunk in dataflow.get_copy_chunks(layer)
         for weight in layer.variables
     ]
     weights = list({id(weight): weight for weight in weights}.values())
@@ -119,9 +119,11 @@ def has_state(network: keras.Model, chunk: int, placement: Placement) -> bool:
     layer: a `tf.Variable`, a `tf.random.Generator` or a metric in an attribute, or in a list or
     dict in one.
     """
-    layers = layers_of(network, chunk, placement)
+    layers = get_chunk_layers(network, chunk, placement)
     inner = [layer_inside for layer in layers for layer_inside in _compat.flat_layers(layer)]
-    weights = {id(weight) for layer in inner for weight in _compat.own_trainable_variables(layer)}
+    weights = {
+        id(weight) for layer in inner for weight in _compat.direct_trainable_variables(layer)
+    }
     variables = [variable for layer in layers for variable in layer.variables]
     return any(id(variable) not in weights for variable in variables) or any(
         isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric))
@@ -137,22 +139,22 @@ def _items(value):
     return value if isinstance(value, (list, tuple, set)) else [value]
 
 
-def losses_of(network: keras.Model, chunk: int, placement: Placement) -> list[tf.Tensor]:
+def get_chunk_losses(network: keras.Model, chunk: int, placement: Placement) -> list[tf.Tensor]:
     """Return the losses added by the layers of a chunk, including regularization losses."""
-    return [loss for layer in layers_of(network, chunk, placement) for loss in layer.losses]
+    return [loss for layer in get_chunk_layers(network, chunk, placement) for loss in layer.losses]
 
 
 # The functions below refer to the pipeline stage of this rank.
 
 
-def own_chunks() -> tuple[int, ...]:
+def local_chunks() -> tuple[int, ...]:
     """Return the indices of the model chunks on this rank's stage."""
-    return job.placement().chunks_of(job.stage()[0])
+    return job.placement().get_chunks(job.stage()[0])
 
 
 def has_outputs() -> bool:
     """Return whether this rank's stage computes the network's outputs."""
-    return job.placement().last_chunk in own_chunks()
+    return job.placement().last_chunk in local_chunks()
 
 
 def is_elsewhere(layer) -> bool:
@@ -160,7 +162,7 @@ def is_elsewhere(layer) -> bool:
     stage, num_stages = job.stage()
     if num_stages == 1 or layer.pipeline_stage is None:
         return False
-    return stage not in stages_of(layer, job.placement())
+    return stage not in get_stages(layer, job.placement())
 
 
 def is_here(layer) -> bool:
@@ -179,7 +181,7 @@ def check_here(layer) -> None:
     """
     if is_elsewhere(layer):
         raise RuntimeError(
-            f"{layer.path} is on stage {stages_of(layer, job.placement())[0]} of the pipeline, but "
+            f"{layer.path} is on stage {get_stages(layer, job.placement())[0]} of the pipeline, but "
             f"this rank is on stage {job.stage()[0]}. Call `fit`, `evaluate` or `predict` of a "
             "Trainer, which run all stages."
         )
@@ -188,8 +190,8 @@ def check_here(layer) -> None:
 def shared_layers(network: keras.Model) -> list[tuple]:
     """Return a list of `(stages, layer)` for the layers whose weights several stages have."""
     placement = job.placement()
-    layers = [layer for layer in placed_layers(network) if layer.copied_to]
-    shared = [(stages_of(layer, placement), layer) for layer in layers]
+    layers = [layer for layer in placed_layers(network) if layer.copy_chunks]
+    shared = [(get_stages(layer, placement), layer) for layer in layers]
     return [(stages, layer) for stages, layer in shared if len(stages) > 1]
 
 

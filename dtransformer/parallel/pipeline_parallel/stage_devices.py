@@ -80,7 +80,7 @@ class LocalExecutor:
     # rank's shards, and join shards to values.
     relayout = shards = from_shards = staticmethod(lambda tensors, given: given)
 
-    def put_one(self):
+    def put_loss_gradient(self):
         """Return the gradient of a loss with respect to itself."""
         return tf.ones([])
 
@@ -158,7 +158,7 @@ class MeshExecutor(LocalExecutor):
     gradient_shards = staticmethod(unpacked)
     wait = staticmethod(wait)
 
-    def put_one(self):
+    def put_loss_gradient(self):
         return put_replicated(tf.ones([]))
 
     def numbers(self, put, shape):
@@ -222,7 +222,7 @@ class _FunctionOnMesh(MeshFunction):
     def call(self, weights, trained, others, *args):
         """Call the function with other variables of the same shapes. See `shared_chunks`."""
         # Gradients are traced when the function is called.
-        with trace.on_mesh(), _compat.constants_are_copied():
+        with trace.on_mesh(), _compat.copy_constants():
             variables = [*trained, *others]
             return self.run([*weights, *map(packed, others)], *args, variables=variables)
 

@@ -46,12 +46,12 @@ def call_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
     layers = _compat.flat_layers(layer)
     if all(type(layer_inside).__module__.startswith("dtransformer.") for layer_inside in layers):
         return {}  # Layers of this package have a `compute_mask`.
-    masks = _compat.masks_of((args, kwargs))
+    masks = _compat.get_keras_masks((args, kwargs))
     symbols = tf.nest.map_structure(_symbol, (args, kwargs, masks))
 
     def masks_of_results(args, kwargs, masks):
         args, kwargs = _compat.with_masks((args, kwargs), masks)
-        return _compat.masks_of(compute(*args, **kwargs))
+        return _compat.get_keras_masks(compute(*args, **kwargs))
 
     return _compat.compute_output_spec(masks_of_results, *symbols)
 
@@ -197,8 +197,8 @@ class ChunkView:
             mask = self._received.get(mask_name(name, i))
             if mask is not None:
                 _compat.with_mask(flat[i], mask)
-        if self.chunk in self._dataflow.copies_of(layer):
-            for i, weight in layer.results_that_are_weights.items():
+        if self.chunk in self._dataflow.get_copy_chunks(layer):
+            for i, weight in layer.weight_outputs.items():
                 flat[i] = tf.convert_to_tensor(getattr(layer, weight))
         return tf.nest.pack_sequence_as(results, flat)
 
@@ -208,7 +208,7 @@ class ChunkView:
                 check_output(layer, i, x, args, kwargs)
                 self.sent[f"{name}:{i}"] = x
             if mask_name(name, i) in self._sent_names:
-                self.sent[mask_name(name, i)] = _compat.mask_of(x)
+                self.sent[mask_name(name, i)] = _compat.get_keras_mask(x)
 
 
 def mask_name(call: str, number: int) -> str:

@@ -14,14 +14,14 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.objects import broadcast_arrays
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
+    get_stages,
     is_elsewhere,
     is_here,
     placed_layers,
     shared_layers,
-    stages_of,
 )
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.weights.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 
 
 def built_on_its_stage(build: Callable) -> Callable:
@@ -65,7 +65,7 @@ def leave_to_others(layer: keras.layers.Layer, skipped: Sequence[keras.layers.La
     for inner in _compat.flat_layers(layer):
         if id(inner) in skipped_ids:
             continue
-        local = _compat.own_variables(inner)
+        local = _compat.direct_variables(inner)
         object.__setattr__(inner, "left_variables", [*left_weights(inner), *local])
         for variable in local:
             _compat.drop_value(inner, variable, functools.partial(_absent_value, variable.path))
@@ -79,9 +79,9 @@ def left_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     return getattr(layer, "left_variables", [])
 
 
-def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+def get_direct_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return a layer's weights without inner layers. Weights of other stages only have a shape."""
-    return left_weights(layer) or _compat.own_variables(layer)
+    return left_weights(layer) or _compat.direct_variables(layer)
 
 
 def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
@@ -96,7 +96,7 @@ def _build_copy(layer):
     for inner in _compat.flat_layers(layer):
         for name in ("left_variables", "load_own_variables", "save_own_variables"):
             vars(inner).pop(name, None)
-    _compat.take_weights(layer)
+    _compat.unlock_layer(layer)
     layer.build((None, None))
 
 
@@ -132,11 +132,11 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
         The `Dataflow` of the batch, or `None` if there is a single model chunk.
 
     Raises:
-        ValueError: If `Dataflow.of_network` raises one.
+        ValueError: If `Dataflow.from_network` raises one.
     """
     if job.placement().num_chunks == 1:
         return None
-    dataflow = Dataflow.of_network(network, inputs, job.placement())
+    dataflow = Dataflow.from_network(network, inputs, job.placement())
     mark_copies(network, dataflow)
     build_copies(network)
     return dataflow
@@ -145,7 +145,7 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
 def mark_copies(network: keras.Model, dataflow: Dataflow) -> None:
     """Set the attribute `copied_to` of a network's placed layers."""
     for layer in placed_layers(network):
-        layer.copied_to = dataflow.copies_of(layer)
+        layer.copy_chunks = dataflow.get_copy_chunks(layer)
 
 
 def build_copies(network: keras.Model) -> None:
@@ -163,19 +163,19 @@ def full_network(network: keras.Model) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for layer in placed_layers(network) if job.stage()[1] > 1 else []:
-            owner = stages_of(layer, job.placement())[0]
+            owner = get_stages(layer, job.placement())[0]
             if not owner:
                 continue  # Rank 0 stores the first stage's weights.
             for inner in _compat.flat_layers(layer):
                 save = functools.partial(_copy_into, _broadcast_saved(inner, owner))
                 if job.is_chief():
-                    stack.enter_context(_compat.meanwhile(inner, save_own_variables=save))
+                    stack.enter_context(_compat.patched(inner, save_own_variables=save))
         yield
 
 
 def all_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return a layer's weights in Keras' order. Weights of other stages only have a shape."""
-    weights = [*own_weights(layer)]
+    weights = [*get_direct_weights(layer)]
     for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
         weights += all_weights(inner)
     return list({id(weight): weight for weight in weights}.values())
@@ -195,7 +195,7 @@ def get_weights(network: keras.Model) -> list[np.ndarray]:
     values = {}
     group = job.pipeline_group()
     for layer in placed_layers(network):
-        owner = stages_of(layer, job.placement())[0]
+        owner = get_stages(layer, job.placement())[0]
         weights = all_weights(layer)
         local = {}
         if job.stage()[0] == owner:
@@ -254,7 +254,7 @@ def _broadcast_values(layer, root, group):
     The random values of a layer of another library may differ between ranks.
     """
     for variable in layer.variables:
-        for i, shard in enumerate(own_shards([variable])):
+        for i, shard in enumerate(get_local_shards([variable])):
             name = f"copied_value_{variable.path}_{i}"
             shard.assign(transport.broadcast(shard.value, root, group, name))
 

@@ -19,7 +19,7 @@ from dtransformer.parallel.mesh.axis_rules import (
     mesh_axis,
     relayout,
 )
-from dtransformer.parallel.ops.custom_gradient import after, custom_gradient, seed_after
+from dtransformer.parallel.ops.custom_gradient import custom_gradient, delay_seed, depend_on
 from dtransformer.parallel.ops.split_backward import not_splitting_backward
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import report_all
@@ -106,11 +106,11 @@ def recomputed(
         saved_inputs = [shard(x) for x in args[:num_inputs]]
 
         def gradient(dy, *other_gradients):
-            recomputed_args = [after(unshard(x), dy) for x in saved_inputs] + args[num_inputs:]
+            recomputed_args = [depend_on(unshard(x), dy) for x in saved_inputs] + args[num_inputs:]
             with tf.GradientTape() as tape:
                 tape.watch(recomputed_args)
                 results, _ = run(
-                    recomputed_args, seed_after(seed, dy), list(sums), is_recomputing=True
+                    recomputed_args, delay_seed(seed, dy), list(sums), is_recomputing=True
                 )
             upstream = [dy, *other_gradients][: len(results)]
             gradients = tape.gradient(

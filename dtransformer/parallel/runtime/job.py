@@ -120,12 +120,12 @@ def horovod() -> types.ModuleType | None:
 
 def model_parallel_group() -> Group:
     """Return the `Group` of the ranks in this rank's mesh."""
-    return current().model_parallel_group or whole_job()
+    return current().model_parallel_group or world_group()
 
 
 def data_parallel_group() -> Group:
     """Return the `Group` of the ranks that have the same weight shards as this rank."""
-    return current().data_parallel_group or whole_job()
+    return current().data_parallel_group or world_group()
 
 
 def pipeline_group() -> Group:
@@ -135,7 +135,7 @@ def pipeline_group() -> Group:
 
 def stage() -> tuple[int, int]:
     """Return an `(index, count)` tuple of this rank's pipeline stage and the number of stages."""
-    return current().topology.stage_of(current().rank), current().topology.stage
+    return current().topology.get_stage(current().rank), current().topology.stage
 
 
 def placement() -> Placement:
@@ -169,9 +169,9 @@ def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContext
 
 
 # The watchdog reads this rank's activity. These are methods of the `ActivityTracker`.
-doing = activity.doing
-compiles = activity.compiles
-computed_for = activity.computed_for
+record_activity = activity.record_activity
+record_compilation = activity.record_compilation
+record_local_seconds = activity.record_local_seconds
 
 
 def watchdog() -> Watchdog | None:
@@ -184,7 +184,7 @@ def data_shard() -> tuple[int, int]:
     return current().topology.data_shard(current().rank)
 
 
-def rows_multiple_of() -> int:
+def row_multiple() -> int:
     """Return a number that must divide the number of rows in every batch of a rank.
 
     It is the number of micro-batches in a pipeline, and 1 otherwise.
@@ -213,7 +213,7 @@ def set_seed(value: int) -> None:
         value: Integer. At least 0, and identical on all ranks.
     """
     global _job
-    check_int("seed", value, least=0)
+    check_int("seed", value, minimum=0)
     _job = dataclasses.replace(_job, seed=value)
 
 
@@ -222,9 +222,9 @@ def mesh():
     return current().mesh
 
 
-def whole_job() -> Group:
+def world_group() -> Group:
     """Return the `Group` of all ranks, in order. Before `init`, it contains only this process."""
-    return current().groups.whole_job()
+    return current().groups.world_group()
 
 
 def new_group(ranks: Iterable[int]) -> Group:

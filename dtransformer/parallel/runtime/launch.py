@@ -15,7 +15,7 @@ import types
 from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
-from dtransformer.errors import InputError, is_of_another_rank, one_line, shown
+from dtransformer.errors import InputError, is_from_other_rank, short_repr, to_one_line
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
@@ -117,7 +117,7 @@ def start_horovod() -> types.ModuleType | None:
         return None
     if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _HOROVODRUN_VARIABLES):
         raise InputError(
-            f"The environment has HOROVOD_SIZE={shown(num_ranks)}, but not all variables that a "
+            f"The environment has HOROVOD_SIZE={short_repr(num_ranks)}, but not all variables that a "
             f"launcher sets ({', '.join(_HOROVODRUN_VARIABLES)}). Start with `dtransformer launch`, or "
             "unset `HOROVOD_SIZE`."
         )
@@ -161,9 +161,9 @@ def _check_single_process():
         num_processes = os.environ.get(name, "1")
         if num_processes not in ("", "0", "1"):
             raise InputError(
-                f"{launcher} has started several processes ({name}={shown(num_processes)}), but ranks "
-                f"communicate with Horovod. Start with `dtransformer launch`, or unset {name} to "
-                "train each process independently."
+                f"{launcher} has started several processes ({name}={short_repr(num_processes)}), "
+                "but ranks communicate with Horovod. Start with `dtransformer launch`, or unset "
+                f"{name} to train each process independently."
             )
 
 
@@ -187,10 +187,10 @@ def _leave_at_exit(hvd, watchdog):
     first exit and thus reports the rank at fault.
     """
     error = getattr(sys, "last_value", None)
-    if is_of_another_rank(error):
+    if is_from_other_rank(error):
         time.sleep(_FAILED_RANK_SECONDS)
     if watchdog is not None:
-        watchdog.leave(error and one_line(f"{type(error).__name__}: {error}", 160))
+        watchdog.leave(error and to_one_line(f"{type(error).__name__}: {error}", 160))
     stop_horovod(hvd)
 
 

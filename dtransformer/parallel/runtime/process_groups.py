@@ -83,7 +83,7 @@ class ProcessGroups:
         """Number of process sets with this rank. On GPUs, each has an NCCL communicator."""
         return sum(self._rank in ranks for ranks in self._process_sets)
 
-    def whole_job(self) -> Group:
+    def world_group(self) -> Group:
         """Return the group of all ranks, in order."""
         return self.agreed(range(self._size))
 

@@ -125,9 +125,9 @@ def get_input(computation: Instruction, placement: Placement) -> Instruction | N
     producer = get_producer(computation, placement)
     if producer is None:
         return None
-    peer = placement.stage_of(producer.chunk)
+    peer = placement.get_stage(producer.chunk)
     chunk = computation.chunk
-    if peer == placement.stage_of(chunk):
+    if peer == placement.get_stage(chunk):
         return producer
     receive = RECEIVE_ACTIVATIONS if producer.kind == FORWARD else RECEIVE_GRADIENTS
     return Instruction(receive, computation.micro_batch, chunk, peer)
@@ -145,14 +145,14 @@ def get_sends(computation: Instruction, placement: Placement) -> list[Instructio
     else:
         kind = SEND_GRADIENTS
         peer = placement.stage_before(chunk)
-    if peer is None or peer == placement.stage_of(chunk):
+    if peer is None or peer == placement.get_stage(chunk):
         return []
     return [Instruction(kind, k, chunk, peer)]
 
 
 def get_receive(send: Instruction, placement: Placement) -> Instruction:
     """Return the receive on stage `send.peer` that matches a send."""
-    sender = placement.stage_of(send.chunk)
+    sender = placement.get_stage(send.chunk)
     if send.kind == SEND_ACTIVATIONS:
         return Instruction(RECEIVE_ACTIVATIONS, send.micro_batch, send.chunk + 1, sender)
     return Instruction(RECEIVE_GRADIENTS, send.micro_batch, send.chunk - 1, sender)

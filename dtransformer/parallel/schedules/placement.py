@@ -23,7 +23,7 @@ class Placement:
     Example:
 
     >>> placement = Placement((0, 1, 1, 0))
-    >>> placement.chunks_of(0), placement.stage_after(0), placement.is_local(1)
+    >>> placement.get_chunks(0), placement.stage_after(0), placement.is_local(1)
     ((0, 3), 1, True)
     """
 
@@ -85,25 +85,25 @@ class Placement:
         """Index of the chunk that computes the network's outputs and the loss."""
         return self.num_chunks - 1
 
-    def stage_of(self, chunk: int) -> int:
+    def get_stage(self, chunk: int) -> int:
         """Return the stage of a chunk."""
         return self.stage_of_chunk[chunk]
 
-    def chunks_of(self, stage: int) -> tuple[int, ...]:
+    def get_chunks(self, stage: int) -> tuple[int, ...]:
         """Return the indices of a stage's chunks, in the order of the network."""
         return tuple(c for c, owner in enumerate(self.stage_of_chunk) if owner == stage)
 
     def stage_before(self, chunk: int) -> int | None:
         """Return the stage of the previous chunk, or `None` for the first chunk."""
-        return self.stage_of(chunk - 1) if chunk else None
+        return self.get_stage(chunk - 1) if chunk else None
 
     def stage_after(self, chunk: int) -> int | None:
         """Return the stage of the next chunk, or `None` for the last chunk."""
-        return None if chunk == self.last_chunk else self.stage_of(chunk + 1)
+        return None if chunk == self.last_chunk else self.get_stage(chunk + 1)
 
     def is_local(self, chunk: int) -> bool:
         """Return whether the next chunk is on the same stage."""
-        return self.stage_after(chunk) == self.stage_of(chunk)
+        return self.stage_after(chunk) == self.get_stage(chunk)
 
     @property
     def stage_pairs(self) -> list[tuple[int, int]]:
@@ -119,5 +119,5 @@ class Placement:
         >>> Placement.looped(2).describe(1), Placement.looped(2, 2).describe(3)
         ('stage 1', 'model chunk 3 (stage 1)')
         """
-        stage = f"stage {self.stage_of(chunk)}"
+        stage = f"stage {self.get_stage(chunk)}"
         return stage if self.num_chunks == self.num_stages else f"model chunk {chunk} ({stage})"

@@ -40,7 +40,7 @@ def gpipe(stage: int, placement: Placement, num_micro_batches: int) -> list[Inst
     >>> print(*gpipe(0, Placement.looped(2), num_micro_batches=3))
     F0 F1 F2 B0 B1 B2
     """
-    (chunk,) = placement.chunks_of(stage)
+    (chunk,) = placement.get_chunks(stage)
     micro_batches = range(num_micro_batches)
     return [Instruction(kind, k, chunk) for kind in (FORWARD, BACKWARD) for k in micro_batches]
 
@@ -58,7 +58,7 @@ def one_forward_one_backward(
     >>> print(*one_forward_one_backward(0, Placement.looped(2), num_micro_batches=3))
     F0 F1 B0 F2 B1 B2
     """
-    (chunk,) = placement.chunks_of(stage)
+    (chunk,) = placement.get_chunks(stage)
     micro_batches = range(num_micro_batches)
     return alternate(
         min(placement.num_stages - stage - 1, num_micro_batches),
@@ -79,7 +79,7 @@ def interleaved(stage: int, placement: Placement, num_micro_batches: int) -> lis
     F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
     """
     num_stages = placement.num_stages
-    chunks = placement.chunks_of(stage)
+    chunks = placement.get_chunks(stage)
     total = num_micro_batches * len(chunks)
     period = num_stages * len(chunks)
 

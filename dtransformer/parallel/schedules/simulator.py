@@ -113,7 +113,7 @@ def simulate(
     return Timeline(tuple(sorted(events, key=lambda e: (e.start, e.stage))), placement)
 
 
-def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> Timeline:
+def ideal_timeline(timeline: Timeline, all_instructions: list[list[Instruction]]) -> Timeline:
     """Return the `Timeline` of the same computations with instant transfers.
 
     Args:
@@ -125,7 +125,7 @@ def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> T
         def median_of_chunk(stage, chunk):
             lengths = [
                 event.end - event.start
-                for event in timeline.of_stage(stage)
+                for event in timeline.get_stage_events(stage)
                 if event.instruction.kind == kind
             ]
             return statistics.median(lengths)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 
-from dtransformer.files import replacing
+from dtransformer.files import atomic_write
 from dtransformer.parallel.schedules.instruction import (
     BACKWARD,
     COMPUTATIONS,
@@ -32,7 +32,7 @@ class Event:
     end: float
 
     @classmethod
-    def of(cls, fields: dict) -> "Event":
+    def from_fields(cls, fields: dict) -> "Event":
         """Return the event with the fields from `dataclasses.asdict`."""
         return cls(**{**fields, "instruction": Instruction(**fields["instruction"])})
 
@@ -54,7 +54,7 @@ class Timeline:
         """Number of stages."""
         return self.placement.num_stages
 
-    def of_stage(self, stage: int) -> list[Event]:
+    def get_stage_events(self, stage: int) -> list[Event]:
         """Return the computations of a stage, in order."""
         return [event for event in self._computations() if event.stage == stage]
 
@@ -74,7 +74,7 @@ class Timeline:
         return 1 - busy / (self.num_stages * self.span)
 
 
-def most_alive(instructions: list[Instruction]) -> int:
+def max_stored_micro_batches(instructions: list[Instruction]) -> int:
     """Return the maximum number of forward passes whose backward pass is not complete.
 
     It is the number of micro-batches, counted per model chunk, whose activations a stage stores at
@@ -110,7 +110,7 @@ def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None
     if pathlib.Path(path).suffix != ".json":
         raise ValueError(f"The path of a timeline must end with .json, got {str(path)!r}.")
     events = [*trace(timeline, 0, "measured"), *trace(ideal, 1, "with instant transfers")]
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

@@ -33,7 +33,7 @@ def zb_h1(stage: int, placement: Placement, num_micro_batches: int) -> list[Inst
     >>> print(*zb_h1(1, Placement.looped(2), num_micro_batches=3))
     F0.1 B0.1 F1.1 B1.1 W0.1 F2.1 B2.1 W1.1 W2.1
     """
-    (chunk,) = placement.chunks_of(stage)
+    (chunk,) = placement.get_chunks(stage)
     ahead = min(placement.num_stages - stage - 1, num_micro_batches)
     order = []
 
@@ -77,7 +77,7 @@ def _by_priority(placement, num_micro_batches):
     counts = {}  # Maps (kind, chunk) to the number of started passes.
 
     def choices(stage):
-        early, late = placement.chunks_of(stage)
+        early, late = placement.get_chunks(stage)
         counts_by_pass = {
             (kind, c): counts.get((kind, c), 0) for kind in _KINDS for c in (early, late)
         }

@@ -22,7 +22,7 @@ from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.linear import (
     all_gather_length,
     column_parallel,
-    length_axis_of,
+    get_length_axis,
     matmul,
     sum_partial,
 )
@@ -161,7 +161,7 @@ def _look_up_sharded(table, ids, axis):
     shard_rows = num_rows // num_shards
     ids = constrain(ids, ("batch", "inner_length"))
     batch, inner = activation_specs(("batch", "inner_length"), ids.shape)
-    length_axis = length_axis_of(ids.shape)
+    length_axis = get_length_axis(ids.shape)
 
     @custom_gradient
     def gather(table):

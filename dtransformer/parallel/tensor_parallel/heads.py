@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.parallel.ops.feature_reductions import add_bias
-from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.ops.split_backward import is_split
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 from dtransformer.parallel.tracing import trace
@@ -31,7 +31,7 @@ def project_to_heads(
         A list of tensors of shape `[b, n, s, d]`.
     """
     needs_separate_products = (
-        is_split(kernel) or low_rank_of(kernel) is not None for kernel in kernels
+        is_split(kernel) or get_low_rank(kernel) is not None for kernel in kernels
     )
     decodes = trace.is_decoding_loop()
     if trace.is_on_mesh() or decodes or any(needs_separate_products):

@@ -30,7 +30,7 @@ from dtransformer.parallel.mesh.axis_rules import (
     relayout,
 )
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.ops.split_backward import is_split, product
 from dtransformer.parallel.recompute.recompute import keep_for_recompute
 from dtransformer.parallel.tracing import trace
@@ -38,17 +38,17 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.zero.units import run_product
 
 
-def length_axis_of(shape: Iterable[int | None]) -> str | None:
+def get_length_axis(shape: Iterable[int | None]) -> str | None:
     """Return the mesh axis that shards the sequence between products but not in them, or `None`.
 
     Args:
         shape: Shape `[b, s, ...]`.
     """
     axis = activation_specs(("batch", "length"), shape[:2])[1]
-    return None if axis == inner_length_axis_of(shape) else axis
+    return None if axis == get_inner_length_axis(shape) else axis
 
 
-def inner_length_axis_of(shape: Iterable[int | None]) -> str | None:
+def get_inner_length_axis(shape: Iterable[int | None]) -> str | None:
     """Return the mesh axis that also shards the sequence in products, or `None`.
 
     Args:
@@ -177,7 +177,7 @@ def _columns(x, kernels, axes):
 
 def _column_parallel(x, kernels, axes):
     axis = mesh_axis(axes[0])
-    if axis is None and inner_length_axis_of(x.shape) is None:
+    if axis is None and get_inner_length_axis(x.shape) is None:
         x = constrain(x, ("batch", None, None))
         return [constrain(matmul(x, kernel), ("batch", None, *axes)) for kernel in kernels]
     kernels = [tf.cast(kernel, x.dtype) for kernel in kernels]
@@ -247,7 +247,7 @@ def _with_low_rank(y, x, kernel, axes, multiply, multiply_kernel):
             of y.
         multiply_kernel: Function of inputs and the kernel that returns their product.
     """
-    adapter = low_rank_of(kernel)
+    adapter = get_low_rank(kernel)
     if adapter is None:
         return y
     # The smallest of the products; it has the sharding of the residual stream.
@@ -266,7 +266,7 @@ def _with_low_rank(y, x, kernel, axes, multiply, multiply_kernel):
 
 def _row_parallel(x, kernel, axes):
     axis = mesh_axis(axes[0])
-    if axis is None and inner_length_axis_of(x.shape) is None:
+    if axis is None and get_inner_length_axis(x.shape) is None:
         return constrain(matmul(x, kernel, len(axes)), ("batch", "length", None))
     kernel = tf.cast(kernel, x.dtype)
     shards = _FeatureShards(axis, x)
@@ -318,8 +318,8 @@ class _FeatureShards:
         self.axis = axis
         self.num_shards = axis_size(axis)
         self.batch = activation_specs(("batch",), x.shape[:1])[0]
-        self.length_axis = length_axis_of(x.shape)
-        self.inner_length = inner_length_axis_of(x.shape)
+        self.length_axis = get_length_axis(x.shape)
+        self.inner_length = get_inner_length_axis(x.shape)
 
     def features(self, x, num_leading):
         """Flatten features to `[..., f]` or `[..., t, f]`, after `num_leading` dimensions."""

@@ -139,5 +139,5 @@ def can_share(layers: EqualLayers) -> bool:
         and not tf.executing_eagerly()
         and not _compat.is_compiled_by_xla()
         and all(map(is_from_package, layers.inner))
-        and not any(getattr(layer, "sends", False) for layer in layers.inner)
+        and not any(getattr(layer, "exchanges_counts", False) for layer in layers.inner)
     )

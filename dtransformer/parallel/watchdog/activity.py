@@ -43,7 +43,7 @@ class Activity:
         seconds: Duration of the activity so far.
         idle_seconds: Time since the process last used a noticeable amount of CPU time.
         longest: Duration in seconds of the longest step so far that was not compiled.
-        own_seconds: Recent time in seconds for data and callbacks between two steps of this rank.
+        local_seconds: Recent time in seconds for data and callbacks between two steps of this rank.
         waits_in: Description of the collective that the rank waits in and of the awaited ranks, or
             `""` if it does not wait.
         waited: Duration of the wait in seconds.
@@ -55,7 +55,7 @@ class Activity:
     seconds: float = 0.0
     idle_seconds: float = 0.0
     longest: float = 0.0
-    own_seconds: float = 0.0
+    local_seconds: float = 0.0
     waits_in: str = ""
     waited: float = 0.0
     is_guess: bool = False

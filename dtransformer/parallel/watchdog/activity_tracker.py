@@ -19,7 +19,7 @@ _NUM_INTERVALS = 7  # Number of steps of the median time between two steps.
 
 
 class ActivityTracker:
-    """Tracker for the activity of the training thread. `job.doing` updates it."""
+    """Tracker for the activity of the training thread. `job.record_activity` updates it."""
 
     def __init__(self):
         self._start = time.monotonic()
@@ -48,7 +48,7 @@ class ActivityTracker:
         self._polling |= _threads() - before
 
     @contextlib.contextmanager
-    def doing(self, kind: str, step: int | None = None) -> Iterator[None]:
+    def record_activity(self, kind: str, step: int | None = None) -> Iterator[None]:
         """Record the activity of the `with` block. Blocks can be nested.
 
         Args:
@@ -94,7 +94,7 @@ class ActivityTracker:
                     time.monotonic()
                 )  # The other ranks have answered, so the activity starts again.
 
-    def compiles(self) -> None:
+    def record_compilation(self) -> None:
         """Record that the current step is being traced and compiled."""
         if self._kind == "step":
             self._kind = "compiling"
@@ -106,7 +106,7 @@ class ActivityTracker:
         ):  # The library's functions run within a recorded wait.
             self._has_user_collectives |= self._kind in _USER_ACTIVITIES
 
-    def computed_for(self, seconds: float) -> None:
+    def record_local_seconds(self, seconds: float) -> None:
         """Record the time in seconds between the end of a step and the next batch on this rank."""
         self._own_seconds.append(seconds)
 
@@ -146,7 +146,7 @@ class ActivityTracker:
         if self._kind == "saving" and waits:  # The main thread waits for a thread that writes.
             since, collective = min(waits.values())
             return max(since, self._start), collective, False
-        call = _compat.call_of_function(main)
+        call = _compat.current_function_call(main)
         if call != self._call[0]:
             self._call = call, now
         # A function that uses no CPU time may be waiting in one of its collectives.

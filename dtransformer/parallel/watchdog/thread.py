@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from dtransformer.errors import one_line
+from dtransformer.errors import to_one_line
 from dtransformer.parallel.watchdog.activity import Activity
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 from dtransformer.parallel.watchdog.links import End
@@ -62,7 +62,9 @@ def final_message(message: str, rank: int, host: str, activity: Activity, stacks
         stacks: String. Result of `write_stacks`.
     """
     text = f"rank {rank} on host {host} was in {activity}"
-    return one_line(f"dtransformer: the job ends: {message}; {text}; all threads: {stacks}", 1000)
+    return to_one_line(
+        f"dtransformer: the job ends: {message}; {text}; all threads: {stacks}", 1000
+    )
 
 
 def leave(line: str, seconds: float) -> None:
@@ -208,7 +210,7 @@ class Watchdog:
     def _send_heartbeat(self, now):
         activity = self._recorder.activity()
         if self.rank == 0:
-            self._watch.heard(0, now, activity)
+            self._watch.record_message(0, now, activity)
         verdict = self._watch.verdict(now)
         if verdict is not None:
             self._execute_verdict(verdict)
@@ -218,7 +220,7 @@ class Watchdog:
         self._send_to_others({"beat": activity.as_json()})
 
     def _report_straggler(self):
-        slow = self._stragglers.check(self._watch.own_seconds())
+        slow = self._stragglers.check(self._watch.local_seconds())
         if slow is not None:
             rank, own, others = slow
             print(
@@ -230,15 +232,15 @@ class Watchdog:
 
     def _handle_message(self, rank, message):
         if message is None:
-            self._watch.lost(rank, self._recorder.activity().step)
+            self._watch.record_disconnect(rank, self._recorder.activity().step)
             self._record_absence(rank)
             self._send_heartbeat(time.monotonic())
             return
-        self._watch.heard(rank, time.monotonic())
+        self._watch.record_message(rank, time.monotonic())
         if "beat" in message:
-            self._watch.heard(rank, time.monotonic(), Activity(**message["beat"]))
+            self._watch.record_message(rank, time.monotonic(), Activity(**message["beat"]))
         if "left" in message:
-            self._watch.left(rank, message["error"])
+            self._watch.record_exit(rank, message["error"])
             self._record_absence(rank)
         if "verdict" in message:
             verdict = message["verdict"]

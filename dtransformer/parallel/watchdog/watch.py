@@ -59,20 +59,20 @@ class Watch:
         self._last_check = now
         self._verdict = None
 
-    def heard(self, rank: int, now: float, activity: Activity | None = None) -> None:
+    def record_message(self, rank: int, now: float, activity: Activity | None = None) -> None:
         """Record a heartbeat of a rank, and its activity unless `None`."""
         self._ranks[rank].at = now
         if activity is not None:
             self._ranks[rank].activity = activity
 
-    def left(self, rank: int, error: str | None = None) -> None:
+    def record_exit(self, rank: int, error: str | None = None) -> None:
         """Record that a rank has left the job, normally or with an error."""
         self._ranks[rank].is_left = True
         if error is not None:
             last = self._ranks[rank].activity
             self._set_verdict(Verdict((rank,), f"failed in {last}: {error}", waits=True))
 
-    def lost(self, rank: int, step: int = 0) -> None:
+    def record_disconnect(self, rank: int, step: int = 0) -> None:
         """Record that a rank's connection closed without notice.
 
         Args:
@@ -98,9 +98,11 @@ class Watch:
         self._set_verdict(self._find_stall(now))
         return self._verdict
 
-    def own_seconds(self) -> dict[int, float]:
-        """Return `Activity.own_seconds` of the ranks that have not left."""
-        return {rank: heartbeat.activity.own_seconds for rank, heartbeat in self._present().items()}
+    def local_seconds(self) -> dict[int, float]:
+        """Return `Activity.local_seconds` of the ranks that have not left."""
+        return {
+            rank: heartbeat.activity.local_seconds for rank, heartbeat in self._present().items()
+        }
 
     def _set_verdict(self, verdict):
         self._verdict = self._verdict or verdict
@@ -215,13 +217,13 @@ class Stragglers:
     def __init__(self):
         self._slow_checks = {}
 
-    def check(self, own_seconds: Mapping[int, float]) -> tuple[int, float, float] | None:
+    def check(self, local_seconds: Mapping[int, float]) -> tuple[int, float, float] | None:
         """Check for a slow rank and report it after three consecutive checks.
 
         A rank is slow if it takes at least 1.5 times the median of the other ranks.
 
         Args:
-            own_seconds: Dict of the seconds between two steps by rank. 0 means unknown.
+            local_seconds: Dict of the seconds between two steps by rank. 0 means unknown.
 
         Returns:
             A `(rank, seconds, median of the others)` tuple at the third consecutive check, and
@@ -233,12 +235,12 @@ class Stragglers:
         >>> [stragglers.check({0: 0.2, 1: 0.2, 2: 0.4}) for _ in range(4)]
         [None, None, (2, 0.4, 0.2), None]
         """
-        if len(own_seconds) < 2 or not all(own_seconds.values()):
+        if len(local_seconds) < 2 or not all(local_seconds.values()):
             return None
-        slowest = max(own_seconds, key=own_seconds.get)
-        seconds = own_seconds[slowest]
+        slowest = max(local_seconds, key=local_seconds.get)
+        seconds = local_seconds[slowest]
         median = statistics.median(
-            other_seconds for rank, other_seconds in own_seconds.items() if rank != slowest
+            other_seconds for rank, other_seconds in local_seconds.items() if rank != slowest
         )
         if seconds < _MIN_RATIO * median or seconds < median + _MIN_DIFFERENCE:
             self._slow_checks.clear()

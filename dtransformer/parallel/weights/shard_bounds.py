@@ -41,7 +41,7 @@ class CheckpointShard:
     @property
     def without_padding(self) -> tuple[slice, ...]:
         """Index that removes the padding from an array of shape `local_shape`."""
-        return tuple(slice(size) for size in shape_of(self.bounds))
+        return tuple(slice(size) for size in get_shape(self.bounds))
 
 
 def split_shard(shard: CheckpointShard, max_elements: int) -> list[CheckpointShard]:
@@ -91,18 +91,18 @@ def local_shards(
     start, stop = flat_range or (0, num_elements(bounds))
     shards = []
     local_offset = 0
-    for inner in bounds_of_flat_range(shape_of(bounds), start, min(stop, num_elements(bounds))):
+    for inner in flat_range_bounds(get_shape(bounds), start, min(stop, num_elements(bounds))):
         clipped = tuple(
             (offset + first, min(offset + last, size))
             for (offset, _), (first, last), size in zip(bounds, inner, shape)
         )
         if all(first < last for first, last in clipped):
-            shards.append(CheckpointShard(clipped, local_offset, shape_of(inner)))
+            shards.append(CheckpointShard(clipped, local_offset, get_shape(inner)))
         local_offset += num_elements(inner)
     return shards
 
 
-def bounds_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Bounds]:
+def flat_range_bounds(shape: Sequence[int], start: int, stop: int) -> list[Bounds]:
     """Return the bounds of the consecutive rectangles in a range of a flattened tensor.
 
     Each dimension adds at most two: the rest of a row, full rows, and the start of a row.
@@ -114,7 +114,7 @@ def bounds_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Bo
 
     Example:
 
-    >>> bounds_of_flat_range((4, 3), 3, 8)
+    >>> flat_range_bounds((4, 3), 3, 8)
     [((1, 2), (0, 3)), ((2, 3), (0, 2))]
     """
     if start >= stop:
@@ -134,15 +134,15 @@ def bounds_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Bo
 
 
 def _bounds_in_row(shape, row, start, stop):
-    return [((row, row + 1), *inner) for inner in bounds_of_flat_range(shape[1:], start, stop)]
+    return [((row, row + 1), *inner) for inner in flat_range_bounds(shape[1:], start, stop)]
 
 
-def shape_of(bounds: Bounds) -> tuple[int, ...]:
+def get_shape(bounds: Bounds) -> tuple[int, ...]:
     """Return the shape of a rectangle.
 
     Example:
 
-    >>> shape_of(((2, 4), (0, 6)))
+    >>> get_shape(((2, 4), (0, 6)))
     (2, 6)
     """
     return tuple(stop - start for start, stop in bounds)
@@ -150,7 +150,7 @@ def shape_of(bounds: Bounds) -> tuple[int, ...]:
 
 def num_elements(bounds: Bounds) -> int:
     """Return the number of elements of a rectangle."""
-    return math.prod(shape_of(bounds))
+    return math.prod(get_shape(bounds))
 
 
 def slice_spec(shape: Sequence[int], bounds: Bounds) -> str:

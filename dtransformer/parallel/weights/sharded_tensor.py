@@ -16,8 +16,8 @@ from dtransformer.parallel.weights.shard_bounds import (
 )
 from dtransformer.parallel.weights.sharded_variable import (
     full_bounds,
-    own_shards,
-    shard_bounds_of,
+    get_local_shards,
+    get_shard_bounds,
     true_shape,
 )
 
@@ -44,7 +44,7 @@ class ShardedTensor:
     is_saved: bool = True
 
     @classmethod
-    def of(cls, name, shape, variable, bounds, flat_range=None) -> "ShardedTensor":
+    def from_variable(cls, name, shape, variable, bounds, flat_range=None) -> "ShardedTensor":
         """Create a tensor from this rank's bounds and range of the flattened rectangle."""
         return cls(name, shape, variable, tuple(local_shards(shape, bounds, flat_range)))
 
@@ -104,16 +104,16 @@ class ShardedTensor:
         return value
 
 
-def tensors_of(name: str, variable: keras.Variable) -> list[ShardedTensor]:
+def get_sharded_tensors(name: str, variable: keras.Variable) -> list[ShardedTensor]:
     """Return this rank's sharded tensors of a Keras variable.
 
     They include the 16-bit copy if one exists. It is restored, but not saved.
     """
     shape = true_shape(variable)
-    places = zip(own_shards([variable]), shard_bounds_of(variable), strict=True)
-    tensors = [ShardedTensor.of(name, shape, local, *place) for local, place in places]
+    places = zip(get_local_shards([variable]), get_shard_bounds(variable), strict=True)
+    tensors = [ShardedTensor.from_variable(name, shape, local, *place) for local, place in places]
     if getattr(variable, "copy", None) is not None:
         bounds = full_bounds(variable.copy.shape)
-        copy = ShardedTensor.of(name, tuple(variable.copy.shape), variable.copy, bounds)
+        copy = ShardedTensor.from_variable(name, tuple(variable.copy.shape), variable.copy, bounds)
         tensors.append(dataclasses.replace(copy, is_saved=False))
     return tensors

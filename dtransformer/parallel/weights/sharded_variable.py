@@ -54,7 +54,7 @@ class ShardedVariable(keras.Variable):
             return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
         dropped = _compat.dropped_value(self)
         value = constant_if_frozen(self, self._read() if dropped is None else dropped)
-        return _compat.known_as(value, self.path)
+        return _compat.with_variable_key(value, self.path)
 
     def _read(self):
         """Return the full value if no stateless scope supplies one."""
@@ -114,7 +114,7 @@ def is_unsharded_for_use(variable) -> bool:
     return getattr(variable, "unsharded_for_use", False)
 
 
-def own_shards(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+def get_local_shards(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
     """Return this rank's shards of variables. Variables that are not sharded are kept."""
     return list(
         itertools.chain.from_iterable(
@@ -123,7 +123,7 @@ def own_shards(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
     )
 
 
-def shard_bounds_of(variable: keras.Variable) -> list[ShardBounds]:
+def get_shard_bounds(variable: keras.Variable) -> list[ShardBounds]:
     """Return the bounds of this rank's shards of any variable.
 
     See `ShardedVariable.shard_bounds`.

@@ -36,9 +36,9 @@ class Parameter:
         updates: Integer. Number of updated elements if the update unshards the weight over the
             mesh: the full weight for its first shard, 0 for the others. `None` means `shape`.
         division: `Division` over the data-parallel group, or `None` for a replicated weight.
-            `Partition.of` sets it.
+            `Partition.from_weights` sets it.
         why_replicated: String. Reason why the weight is replicated, or `""` if it is sharded.
-            `Partition.of` sets it.
+            `Partition.from_weights` sets it.
     """
 
     path: str
@@ -103,7 +103,7 @@ class Partition:
     index: int = 0
 
     @classmethod
-    def of(
+    def from_weights(
         cls,
         weights: Sequence[Parameter],
         config: TransformerOpParallelConfig,
@@ -126,7 +126,9 @@ class Partition:
         for weight, reason in zip(weights, reasons):
             division = None
             if not reason and kind == "whole":
-                division = Division.whole(weight.num_elements, num_shards, owners[weight.path])
+                division = Division.single_owner(
+                    weight.num_elements, num_shards, owners[weight.path]
+                )
             elif not reason:
                 division = Division.even(weight.num_elements, num_shards)
             parameters.append(dataclasses.replace(weight, division=division, why_replicated=reason))

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.config.config import TransformerRecomputeConfig
-from dtransformer.parallel.ops.custom_gradient import after, custom_gradient, seed_after
+from dtransformer.parallel.ops.custom_gradient import custom_gradient, delay_seed, depend_on
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import is_collecting
 from dtransformer.parallel.tracing.dropout_seed import current_dropout_seed, dropout_seed
@@ -103,7 +103,7 @@ def run_block(
         recompute: `TransformerRecomputeConfig` of the block.
     """
     layers = EqualLayers([block])
-    weights = UnitWeights.of_layer(block)
+    weights = UnitWeights.get_layer(block)
     leaves = tf.nest.flatten(masks)
     constants = [current_dropout_seed(), pack_ids(layers.random_ids())]
     constants += [x for x in leaves if x is not None]
@@ -269,8 +269,8 @@ class Unit:
                 values = weights.gather(stored, gate, "/again")
                 activations = saved
                 if recompute.recompute:
-                    late_inputs = [after(x, dy) for x in inputs_now]
-                    late_constants = [seed_after(seed, dy), *others]
+                    late_inputs = [depend_on(x, dy) for x in inputs_now]
+                    late_constants = [delay_seed(seed, dy), *others]
                     repeated, activations = passes.forward(late_inputs, late_constants, values)
                     if recompute.parallel_optimizer_comm_recompute:
                         values = weights.gather(stored, repeated[:1], "/third")

@@ -36,7 +36,7 @@ class FlatShardedVariable(ShardedVariable):
     @property
     def shard_bounds(self) -> list[ShardBounds]:
         group = job.data_parallel_group()
-        flat_range = Division.even(math.prod(self.shape), group.size).range_of(group.index)
+        flat_range = Division.even(math.prod(self.shape), group.size).get_range(group.index)
         return [(full_bounds(self.shape), flat_range)]
 
     def _direct_assign(self, value):
@@ -114,4 +114,4 @@ class FullyShardedVariable(FlatShardedVariable):
 
 def _copy_of_shard(value):
     """Return a copy of the local shard. A TensorFlow slice would keep the full value in memory."""
-    return np.array(flat_shards.own_shard(value, job.data_parallel_group()))
+    return np.array(flat_shards.get_local_shard(value, job.data_parallel_group()))

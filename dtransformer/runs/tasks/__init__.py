@@ -13,8 +13,8 @@ from dtransformer.runs.identity import ADAPTERS, WEIGHTS
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.run_files import check_run
 from dtransformer.runs.tasks.base import Task
-from dtransformer.runs.unread import LIKE
-from dtransformer.runs.unread import like as builtin_task
+from dtransformer.runs.unread import BASE_TASKS
+from dtransformer.runs.unread import get_base_task as builtin_task
 
 _REGISTERED: dict[str, type[Task]] = {}  # classes of registered tasks by name
 
@@ -41,25 +41,25 @@ def register_task(name: str, kind: type[Task], like: str) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise InputError(f"Task {name} must be a subclass of Task, got {kind!r}.")
     SECTIONS[name] = SECTIONS[like]
-    LIKE[name] = like
+    BASE_TASKS[name] = like
     _REGISTERED[name] = kind
 
 
-def class_of(config: RunConfig) -> type[Task]:
+def get_task_class(config: RunConfig) -> type[Task]:
     """Return the `Task` subclass of a config's task."""
     if config.task in _REGISTERED:
         return _REGISTERED[config.task]
     return importlib.import_module(f"dtransformer.runs.tasks.{config.task}").TASK
 
 
-def task_of(config: RunConfig, **places) -> Task:
+def make_task(config: RunConfig, **places) -> Task:
     """Create the task of a config.
 
     Args:
         config: Config of the run.
         **places: `old_run` and `folder`, see `Task`.
     """
-    return class_of(config)(config, load_run=load_run, **places)
+    return get_task_class(config)(config, load_run=load_run, **places)
 
 
 def load_run(
@@ -88,10 +88,10 @@ def load_run(
     config = check_run(folder)
     if task is not None and builtin_task(config.task) != task:
         raise InputError(f"`{folder}` is a run of task {config.task}, expected task {task}.")
-    loaded = task_of(config, old_run=folder, folder=folder)
+    loaded = make_task(config, old_run=folder, folder=folder)
     loaded.load_tokenizer(folder)
     loaded.make_network(precision)
-    if trained and _compat.makes_values():
+    if trained and _compat.initializes_variables():
         load_trained(loaded)
     return loaded
 

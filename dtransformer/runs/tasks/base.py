@@ -13,14 +13,14 @@ from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TextGenerator
-from dtransformer.models.base import TokenModel, first_given
+from dtransformer.models.base import TokenModel, value_or_default
 from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import networks
 from dtransformer.runs.callbacks import Samples
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import TOKENIZER
-from dtransformer.runs.options import USUAL_VOCABULARY
+from dtransformer.runs.options import DEFAULT_VOCAB_SIZE
 
 PARTS = "train", "dev"
 
@@ -35,7 +35,7 @@ class Task(abc.ABC):
         old_run: Folder of the run to resume or load. `None` for a new run.
         folder: Folder for prepared data: the run folder, or the folder that is renamed to it later.
         load_run: Function `load_run(folder, precision)` that returns the task of another run, for
-            `model.from`. `task_of` sets it.
+            `model.from`. `make_task` sets it.
 
     Attributes:
         kind: Class of a network that is created from the sizes in `model`.
@@ -103,8 +103,8 @@ class Task(abc.ABC):
         head = core.head
         if core.pad_id is None and hasattr(head, "pad_id") and head.pooling == "last":
             # `transformers` needs a padding id to find the last token of a text.
-            pad_id = first_given(head.pad_id, core.end_id)
-            head.pad_id = first_given(getattr(self.tokenizer, "pad_id", None), pad_id)
+            pad_id = value_or_default(head.pad_id, core.end_id)
+            head.pad_id = value_or_default(getattr(self.tokenizer, "pad_id", None), pad_id)
         networks.adapt(core, self.config, always=self.always_trained)
         is_group = self.num_sequences > 1
         self.network = GroupModel(core, self.scores(core)) if is_group else core
@@ -171,7 +171,7 @@ class Task(abc.ABC):
             "seed": self.config.training.seed,
             "shard_index": index,
             "num_shards": count,
-            "pad_rows_to_multiple_of": job.rows_multiple_of(),
+            "pad_rows_to_multiple_of": job.row_multiple(),
             "training": part == "train",
         }
 
@@ -202,7 +202,7 @@ class Task(abc.ABC):
         """Convert the texts of `evaluation.samples` to prompts for the network."""
         return texts
 
-    def moved(self, folder: pathlib.Path) -> None:
+    def set_folder(self, folder: pathlib.Path) -> None:
         """Set `folder` to its new path after the folder was renamed."""
         self.folder = folder
 
@@ -214,18 +214,18 @@ class Task(abc.ABC):
             batches: Batches of the held-out records.
         """
         logs = trainer.evaluate(batches, verbose=0, return_dict=True)
-        return {**logs, **self.scores_of_dev(trainer)}
+        return {**logs, **self.score_dev(trainer)}
 
-    def scores_of_dev(self, trainer: keras.Model) -> dict[str, float]:
+    def score_dev(self, trainer: keras.Model) -> dict[str, float]:
         """Return a dict of scores that are not means over rows, such as F1. All ranks call it."""
         return {}
 
-    def told(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Return lines that describe the records. They are printed before training."""
         return []
 
-    def preview(self, number: int) -> list[list[tuple[str, bool]]]:
-        """Return the first `number` records, each as a list of (text, has_labels) pairs."""
+    def preview(self, count: int) -> list[list[tuple[str, bool]]]:
+        """Return the first `count` records, each as a list of (text, has_labels) pairs."""
         return []
 
     @property
@@ -261,7 +261,7 @@ class Task(abc.ABC):
             train = train_byte_level if is_byte_level else SubwordTokenizer.train
             self.tokenizer = train(
                 texts(),
-                options.vocab_size or USUAL_VOCABULARY,
+                options.vocab_size or DEFAULT_VOCAB_SIZE,
                 lower_case=options.lower_case,
                 at_most=options.vocab_size is None,
             )
@@ -270,7 +270,7 @@ class Task(abc.ABC):
         """Set `tokenizer` to the tokenizer in a run folder."""
         self.tokenizer = load_tokenizer(run / TOKENIZER)
 
-    def needed(self, section: str, key: str) -> Any:
+    def require_option(self, section: str, key: str) -> Any:
         """Return a required option.
 
         Raises:

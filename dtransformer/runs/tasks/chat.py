@@ -4,7 +4,7 @@ import pathlib
 
 import numpy as np
 
-from dtransformer.datasets.chat_records import labels_of, rendered
+from dtransformer.datasets.chat_records import label_spans, render_record
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
 from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.record_batches import next_tokens
@@ -12,7 +12,7 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.models import CausalLM
-from dtransformer.runs.scores import learnt_spans, perplexities
+from dtransformer.runs.scores import get_labeled_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
 _CHATML = "chatml"
@@ -29,7 +29,7 @@ class ChatRecords(RecordTask):
     def texts(self, record, place) -> list[str]:
         return list(_strings([record[key] for key in _TEXT_KEYS if key in record]))
 
-    def settle(self, found) -> None:
+    def resolve_options(self, found) -> None:
         template = self.config.data.template
         if self.old_run is not None:
             return  # The tokenizer of the old run contains the template.
@@ -60,12 +60,12 @@ class ChatRecords(RecordTask):
         train_on = self.config.data.train_on
         for place, record in records:
             is_chat = "messages" in record or isinstance(record.get("prompt"), list)
-            texts.append(rendered(record, self.template if is_chat else None, train_on, place))
+            texts.append(render_record(record, self.template if is_chat else None, train_on, place))
         rows = self.encode_rendered(texts, [place for place, _ in records])
         return [[row] for row in rows]
 
     def encode_rendered(self, found, places) -> list[tuple]:
-        """Encode rendered texts as (ids, labels) pairs, see `datasets.chat_records.labels_of`.
+        """Encode rendered texts as (ids, labels) pairs, see `datasets.chat_records.label_spans`.
 
         Plain texts get the tokenizer's start and end tokens. Conversations have their template's.
 
@@ -81,7 +81,7 @@ class ChatRecords(RecordTask):
         encoded = self.tokenizer.encode_with_offsets([item.text for item in found])
         rows = []
         for item, (ids, offsets, _), place in zip(found, encoded, places, strict=True):
-            labels = labels_of(ids, offsets, item.spans)
+            labels = label_spans(ids, offsets, item.spans)
             if item.is_plain and start is not None and ids[:1] != [start]:
                 ids = [start, *ids]
                 labels = [IGNORED, *labels]
@@ -102,13 +102,13 @@ class Chat(ChatRecords):
     def encode(self, records):
         return self.encode_single(records), None
 
-    def form(self, *args) -> tuple:
+    def build_row(self, *args) -> tuple:
         return next_tokens(*args)
 
     def results(self, trainer, batches) -> dict[str, float]:
         results = super().results(trainer, batches)
         records = self.records["dev"]
-        spans = [x for n in range(len(records)) for x in learnt_spans(*records.sequence(n))]
+        spans = [x for n in range(len(records)) for x in get_labeled_spans(*records.sequence(n))]
         return {
             **results,
             **perplexities(results["loss"], spans, sum(map(len, spans)), self.tokenizer),

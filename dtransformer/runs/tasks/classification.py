@@ -5,8 +5,8 @@ import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.record_batches import EncodedRecords
-from dtransformer.datasets.records import text_of
-from dtransformer.errors import InputError, shown
+from dtransformer.datasets.records import get_text
+from dtransformer.errors import InputError, short_repr
 from dtransformer.inputs.text import check_whole
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
@@ -34,7 +34,7 @@ class LabelTask(RecordTask):
 
     def texts(self, record, place) -> list[str]:
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
-        return [text_of(record, name, place) for name in names]
+        return [get_text(record, name, place) for name in names]
 
     def encode_texts(self, records) -> list[tuple]:
         """Encode records with special tokens as (ids, token types) pairs.
@@ -106,7 +106,7 @@ class LabelTask(RecordTask):
             )
         return core if keeps_head else with_task_head(core, head)
 
-    def row(self, records, numbers, length) -> dict:
+    def row(self, records, indices, length) -> dict:
         """Return the inputs of a row of `length` tokens as a dict of int32 arrays [s].
 
         The keys are "tokens" and "attention_mask". Encoders also get "token_types".
@@ -114,7 +114,7 @@ class LabelTask(RecordTask):
         tokens = np.full(length, records.pad_id, np.int32)
         mask = np.zeros(length, np.int32)
         types = np.zeros(length, np.int32)
-        for number in numbers:
+        for number in indices:
             ids, row_types = records.sequence(int(number))
             tokens[: len(ids)] = ids
             mask[: len(ids)] = 1
@@ -131,14 +131,14 @@ class Classification(LabelTask):
         """Number of labels."""
         return len(self.config.data.labels)
 
-    def settle(self, found) -> None:
+    def resolve_options(self, found) -> None:
         options = self.config.data
         if not options.labels:
             names = {
                 label
                 for source in found.get("train", ())
                 for place, record in source
-                for label in self.labels_of_record(record, place)
+                for label in self.get_label_names(record, place)
             }
             options.labels = sorted(
                 names, key=lambda x: (not x.isdigit(), x.isdigit() and int(x), x)
@@ -146,33 +146,33 @@ class Classification(LabelTask):
         if len(options.labels) < 2:
             raise InputError(f"`data.labels` must have at least two labels, got {options.labels}.")
 
-    def labels_of_record(self, record, place) -> list[str]:
+    def get_label_names(self, record, place) -> list[str]:
         """Return the names of a record's labels."""
         return [label_name(record.get("label"), place)]
 
-    def numbers(self, record, place) -> list[int]:
+    def get_label_ids(self, record, place) -> list[int]:
         """Return the label ids of a record: the indices of its labels in `data.labels`.
 
         Raises:
             InputError: If a label is not in `data.labels`.
         """
         names = self.config.data.labels
-        labels = self.labels_of_record(record, place)
+        labels = self.get_label_names(record, place)
         for name in labels:
             if name not in names:
                 raise InputError(
-                    f"{place}: the label {shown(name)} is not in {shown(', '.join(names), 100)}. "
-                    "Add it to data.labels, or correct the record."
+                    f"{place}: the label {short_repr(name)} is not in "
+                    f"{short_repr(', '.join(names), 100)}. Add it to data.labels, or correct the record."
                 )
         return [names.index(name) for name in labels]
 
     def encode(self, records):
-        targets = [self.numbers(record, place) for place, record in records]
+        targets = [self.get_label_ids(record, place) for place, record in records]
         return self.encode_inputs(records), targets
 
-    def form(self, records, numbers, length) -> tuple:
-        label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else IGNORED
-        return self.row(records, numbers, length), np.int32(label)
+    def build_row(self, records, indices, length) -> tuple:
+        label = int(records.targets[int(indices[0]), 0]) if len(indices) else IGNORED
+        return self.row(records, indices, length), np.int32(label)
 
     def labels(self, records: EncodedRecords) -> list[np.ndarray]:
         """Return an int array [n] of label ids for each record. Ids below 0 are ignored."""
@@ -187,7 +187,7 @@ class Classification(LabelTask):
             entries.append("…")
         return f", {len(names)} labels: {', '.join(entries)}"
 
-    def scores_of_dev(self, trainer) -> dict[str, float]:
+    def score_dev(self, trainer) -> dict[str, float]:
         outputs = self.predictions(trainer, "dev")
         labels = self.labels(self.records["dev"])
         predicted = [np.atleast_2d(x)[: len(y)].argmax(-1) for x, y in zip(outputs, labels)]
@@ -225,8 +225,8 @@ def label_name(label: object, place: str) -> str:
     is_label = isinstance(label, (str, int)) and not isinstance(label, bool)
     if not is_label or not 0 < len(str(label)) <= _MAX_NAME:
         raise InputError(
-            f"{place}: label is {shown(label)}, expected a text of at most {_MAX_NAME} characters or an "
-            "integer. If the label has another name, set data.fields."
+            f"{place}: label is {short_repr(label)}, expected a text of at most {_MAX_NAME} "
+            "characters or an integer. If the label has another name, set data.fields."
         )
     return check_whole(str(label), f"{place}, label")
 

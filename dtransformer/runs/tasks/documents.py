@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from dtransformer.datasets.documents import read_documents
 from dtransformer.datasets.indexed_batches import IndexedBatches
-from dtransformer.datasets.sample import evenly_spread, texts_of
+from dtransformer.datasets.sample import iterate_texts, sample_evenly
 from dtransformer.datasets.shard_manifest import MANIFEST
 from dtransformer.datasets.shard_writer import write_token_shards
 from dtransformer.datasets.token_shards import TokenShards
@@ -36,7 +36,7 @@ class DocumentTask(Task):
         self.shards = {}
         options = self.config.data
         if part in (None, "train"):
-            self.needed("data", "train")
+            self.require_option("data", "train")
         self._check_prepared()
         if self.old_run is not None:
             self.load_tokenizer(self.old_run)
@@ -81,7 +81,7 @@ class DocumentTask(Task):
             self.tokenizer = run_tokenizer or shard_tokenizer
             return shards
         if self.tokenizer is None:
-            self.find_tokenizer(lambda: evenly_spread(texts_of(self._documents(paths))))
+            self.find_tokenizer(lambda: sample_evenly(iterate_texts(self._documents(paths))))
         folder = self.folder / SHARDS / name
         is_written = self.old_run is not None and (folder / MANIFEST).is_file()
 
@@ -108,13 +108,13 @@ class DocumentTask(Task):
             paths, field=options.field, boundary=options.documents, sentences=options.sentences
         )
 
-    def moved(self, folder) -> None:
+    def set_folder(self, folder) -> None:
         for shards in self.shards.values():
             if self.folder in shards.folder.parents:
                 shards.folder = folder / shards.folder.relative_to(self.folder)
-        super().moved(folder)
+        super().set_folder(folder)
 
-    def told(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         return [
             f"Documents ({name}): {x.num_documents:,} with {x.num_tokens:,} tokens"
             for name, x in self.shards.items()
@@ -128,16 +128,16 @@ class DocumentTask(Task):
             length=self.config.data.length,
             batch_size=self.config.training.batch_size,
             **self.batch_options(part),
-            **self.options_of_batches(),
+            **self.get_batch_options(),
         )
 
-    def options_of_batches(self) -> dict:
+    def get_batch_options(self) -> dict:
         """Return additional arguments of `batches_of` as a dict."""
         return {}
 
-    def preview(self, number: int) -> list[list[tuple[str, bool]]]:
+    def preview(self, count: int) -> list[list[tuple[str, bool]]]:
         shards = self.shards.get("train") or self.shards["dev"]
-        rows = [shards[x][: self.config.data.length] for x in range(min(number, len(shards)))]
+        rows = [shards[x][: self.config.data.length] for x in range(min(count, len(shards)))]
         return [[(text, True)] for text in self.tokenizer.decode(rows)]
 
 

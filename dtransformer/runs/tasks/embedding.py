@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.record_batches import group_row
-from dtransformer.datasets.records import text_of
+from dtransformer.datasets.records import get_text
+from dtransformer.datasets.skipped_records import warn_skipped
 from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models import CausalLM
@@ -80,7 +80,7 @@ class Embedding(LabelTask):
                     f"{place}: {name} is not supported, because the other texts of the batch are the "
                     "negatives. Remove it."
                 )
-        return [text_of(record, name, place) for name in ("query", "positive")]
+        return [get_text(record, name, place) for name in ("query", "positive")]
 
     def read(self, part: str | None = None) -> None:
         shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
@@ -103,23 +103,23 @@ class Embedding(LabelTask):
         distinct, ids = np.unique(np.array(texts, object), return_inverse=True)
         records.targets = np.float32(ids.reshape(-1, 2) + 1)
         message = "texts repeat another text: in a batch, equal texts are not negatives"
-        warn_left_out(f"Records ({name})", len(ids) - len(distinct), len(ids), message)
+        warn_skipped(f"Records ({name})", len(ids) - len(distinct), len(ids), message)
         return records, sizes
 
     def encode_inputs(self, records):
         names = ("query" if "query" in x and "text" not in x else "text" for _, x in records)
-        texts = [text_of(x, name, place) for name, (place, x) in zip(names, records)]
+        texts = [get_text(x, name, place) for name, (place, x) in zip(names, records)]
         return [[row] for row in self.encode_whole(texts)]
 
     def prediction(self, record, row, output):
         return {"vector": output[0]}
 
-    def scores_of_dev(self, trainer) -> dict[str, float]:
+    def score_dev(self, trainer) -> dict[str, float]:
         vectors = self.predictions(trainer, "dev")
         ids = np.unique(self.records["dev"].targets[:, 1], return_inverse=True)[1]
         return retrieval(vectors[:, 0], vectors[:, 1], ids)
 
-    def form(self, *args) -> tuple:
+    def build_row(self, *args) -> tuple:
         inputs, target, weight = group_row(*args, with_labels=False)
         return {"tokens": inputs["tokens"], "attention_mask": inputs["segments"]}, target, weight
 

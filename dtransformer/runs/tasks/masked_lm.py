@@ -12,7 +12,7 @@ class MaskedLanguageModel(DocumentTask):
     batches_of = MaskedLanguageModelBatches
     command = "evaluate --run {} --data FILE"
 
-    def options_of_batches(self) -> dict:
+    def get_batch_options(self) -> dict:
         return {"rate": self.config.data.mask_rate}
 
     def vocab_size(self) -> int:

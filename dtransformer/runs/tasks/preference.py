@@ -6,8 +6,8 @@ import keras
 
 from dtransformer.datasets.chat_records import Rendered, conversation
 from dtransformer.datasets.record_batches import group_row
-from dtransformer.datasets.records import preferred
-from dtransformer.datasets.tool_calls import tools_of
+from dtransformer.datasets.records import get_preference
+from dtransformer.datasets.tool_calls import get_tools
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job
@@ -28,8 +28,8 @@ class PairTask(ChatRecords):
         texts = []
         places = []
         for place, record in records:
-            prompt, *answers = preferred(record, place)
-            tools = tools_of(record, place) if isinstance(prompt, list) else ()
+            prompt, *answers = get_preference(record, place)
+            tools = get_tools(record, place) if isinstance(prompt, list) else ()
             for answer in answers:
                 texts.append(self._render_answer(prompt, answer, place, tools))
                 places.append(place)
@@ -48,7 +48,7 @@ class PairTask(ChatRecords):
         """Return the two targets of a record for the loss."""
         return [0.0, 0.0]
 
-    def form(self, *args) -> tuple:
+    def build_row(self, *args) -> tuple:
         return group_row(*args, with_labels=self.with_labels)
 
 

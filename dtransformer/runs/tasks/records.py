@@ -16,10 +16,10 @@ from dtransformer.datasets.record_batches import (
     prepared_lengths,
 )
 from dtransformer.datasets.records import Record, read_records
-from dtransformer.datasets.sample import evenly_spread
+from dtransformer.datasets.sample import sample_evenly
 from dtransformer.errors import InputError
 from dtransformer.parallel.runtime import job
-from dtransformer.runs.identity import digest_of_records
+from dtransformer.runs.identity import hash_records
 from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
@@ -35,16 +35,16 @@ class RecordTask(Task):
 
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
-            self.needed("data", "train")
+            self.require_option("data", "train")
         parts = {}
         for name in PARTS:
             sources = getattr(self.config.data, name)
             if part in (None, name) and sources:
                 parts[name] = [self._read_source(source) for source in sources]
         for name, sources in parts.items():
-            self.digests[name] = digest_of_records(x for source in sources for _, x in source)
+            self.digests[name] = hash_records(x for source in sources for _, x in source)
         self.find_tokenizer(lambda: self._sample_texts(parts))
-        self.settle(parts)
+        self.resolve_options(parts)
         self.records = {}
         self._sizes = {}
         for name, sources in parts.items():
@@ -63,9 +63,9 @@ class RecordTask(Task):
                 "A tokenizer cannot be trained without data.train. Set tokenizer.folder."
             )
         placed = itertools.chain.from_iterable(parts["train"])
-        return evenly_spread(text for place, record in placed for text in self.texts(record, place))
+        return sample_evenly(text for place, record in placed for text in self.texts(record, place))
 
-    def settle(self, found: dict[str, list[list[Placed]]]) -> None:
+    def resolve_options(self, found: dict[str, list[list[Placed]]]) -> None:
         """Set options that depend on all records, such as the names of their labels.
 
         Args:
@@ -118,11 +118,11 @@ class RecordTask(Task):
                 f"`data.{name}`: all records of a file have more than data.length={options.length} "
                 "tokens. Increase data.length."
             )
-        if encoded.learnt_share == 0 and targets == []:
+        if encoded.labeled_fraction == 0 and targets == []:
             raise InputError(f"`data.{name}`: no token has a label. Check data.train_on.")
         return encoded, sizes
 
-    def told(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         return [
             f"Records ({name}): {len(x):,} with {x.num_tokens:,} tokens{self.describe(x)}"
             for name, x in self.records.items()
@@ -130,11 +130,11 @@ class RecordTask(Task):
 
     def describe(self, records: EncodedRecords) -> str:
         """Return text about labels or targets, which ends the printed line about the records."""
-        return f", {records.learnt_share:.1%} of them in the loss"
+        return f", {records.labeled_fraction:.1%} of them in the loss"
 
     @abc.abstractmethod
-    def form(self, *args) -> tuple:
-        """Build a row from records, see the argument `form` of `RecordBatches`."""
+    def build_row(self, *args) -> tuple:
+        """Build a row from records, see the argument `build_row` of `RecordBatches`."""
 
     def batches(self, part: str) -> RecordBatches | None:
         if part not in self.records:
@@ -149,7 +149,7 @@ class RecordTask(Task):
             )
         return RecordBatches(
             self.records[part],
-            self.form,
+            self.build_row,
             length=options.length,
             sizes=self._sizes[part],
             weights=weights if is_mixture else None,
@@ -162,7 +162,7 @@ class RecordTask(Task):
     def callbacks(self, trainer):
         def add_scores(_, logs):
             if "dev" in self.records:
-                logs.update({f"val_{name}": x for name, x in self.scores_of_dev(trainer).items()})
+                logs.update({f"val_{name}": x for name, x in self.score_dev(trainer).items()})
 
         adds_scores = keras.callbacks.LambdaCallback(on_epoch_end=add_scores)
         return [adds_scores, *super().callbacks(trainer)]
@@ -212,10 +212,10 @@ class RecordTask(Task):
     def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
         """Return the network's outputs [n, …] for the records of a part. All ranks call it."""
         records = self.records[part]
-        multiple = job.rows_multiple_of() * job.data_shard()[1]
+        multiple = job.row_multiple() * job.data_shard()[1]
         ordered = RecordBatches(
             records,
-            self.form,
+            self.build_row,
             length=self.config.data.length,
             # A batch size that all ranks divide evenly keeps padding rows out of all but the last batch.
             batch_size=-(-self.config.training.batch_size // multiple) * multiple,
@@ -224,10 +224,10 @@ class RecordTask(Task):
         )
         return trainer.predict(ordered, verbose=0)[: len(records)]
 
-    def preview(self, number: int) -> list[list[tuple[str, bool]]]:
+    def preview(self, count: int) -> list[list[tuple[str, bool]]]:
         records = self.records.get("train") or self.records["dev"]
         previews = []
-        for place in range(min(number, len(records))):
+        for place in range(min(count, len(records))):
             pieces = []
             for side in range(records.num_sequences):
                 pieces += self._pieces(*records.sequence(place, side))

@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 
-from dtransformer.datasets.record_batches import targets_of
-from dtransformer.datasets.records import number_of
+from dtransformer.datasets.record_batches import get_targets
+from dtransformer.datasets.records import get_number
 from dtransformer.runs.scores import spearman
 from dtransformer.runs.tasks.classification import LabelTask
 
@@ -19,19 +19,19 @@ class Regression(LabelTask):
         return f", labels from {low:.4g} to {high:.4g}, {mean:.4g} on average"
 
     def encode(self, records):
-        labels = [[number_of(record, "label", place)] for place, record in records]
+        labels = [[get_number(record, "label", place)] for place, record in records]
         return self.encode_inputs(records), labels
 
-    def form(self, records, numbers, length) -> tuple:
-        weight = np.float32(len(numbers) > 0)
-        return self.row(records, numbers, length), targets_of(records, numbers), weight
+    def build_row(self, records, indices, length) -> tuple:
+        weight = np.float32(len(indices) > 0)
+        return self.row(records, indices, length), get_targets(records, indices), weight
 
     def loss(self):
         loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
         loss.weights_epoch_means = True
         return loss
 
-    def scores_of_dev(self, trainer) -> dict[str, float]:
+    def score_dev(self, trainer) -> dict[str, float]:
         values = self.records["dev"].targets[:, 0]
         return {"spearman": spearman(values, self.predictions(trainer, "dev")[:, 0])}
 

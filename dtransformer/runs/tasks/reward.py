@@ -2,7 +2,7 @@
 
 import keras
 
-from dtransformer.datasets.records import number_of
+from dtransformer.datasets.records import get_number
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.layers.preference import RewardLoss
 from dtransformer.models import CausalLM
@@ -27,7 +27,7 @@ class Reward(PairTask):
 
     def target(self, record, place) -> list[float]:
         has_margin = record.get("margin") is not None
-        return [number_of(record, "margin", place) if has_margin else 0.0, 0.0]
+        return [get_number(record, "margin", place) if has_margin else 0.0, 0.0]
 
     def with_head(self, core: CausalLM) -> CausalLM:
         head = SequenceHead(1, "last", use_bias=False, dtype=core.dtype_policy)

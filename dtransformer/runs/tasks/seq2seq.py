@@ -3,7 +3,7 @@
 import numpy as np
 
 from dtransformer.datasets.batching import TranslationBatches
-from dtransformer.datasets.records import text_of
+from dtransformer.datasets.records import get_text
 from dtransformer.models import EncoderDecoderLM
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.tasks.records import RecordTask
@@ -19,7 +19,7 @@ class Seq2Seq(RecordTask):
     num_added = 1
 
     def texts(self, record, place) -> list[str]:
-        prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
+        prompt, completion = (get_text(record, key, place) for key in ("prompt", "completion"))
         return [self.config.data.prefix + prompt, completion]
 
     def encode(self, records):
@@ -32,7 +32,7 @@ class Seq2Seq(RecordTask):
     def arguments(self):
         return {"max_length": self.config.data.length + self.num_added, **super().arguments()}
 
-    def form(self, *args) -> tuple:
+    def build_row(self, *args) -> tuple:
         raise NotImplementedError  # `batches` uses TranslationBatches, which need no rows.
 
     def batches(self, part: str) -> TranslationBatches | None:

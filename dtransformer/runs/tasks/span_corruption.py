@@ -11,7 +11,7 @@ class SpanCorruption(DocumentTask):
     kind = EncoderDecoderLM
     batches_of = SpanCorruptionBatches
 
-    def options_of_batches(self) -> dict:
+    def get_batch_options(self) -> dict:
         options = self.config.data
         return {"rate": options.mask_rate, "mean_span": options.mean_span}
 

@@ -5,8 +5,8 @@ import re
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED
-from dtransformer.datasets.records import text_of
-from dtransformer.errors import InputError, shown
+from dtransformer.datasets.records import get_text
+from dtransformer.errors import InputError, short_repr
 from dtransformer.layers.heads import TokenHead
 from dtransformer.models.pretrained.families.task_heads import TOKENS
 from dtransformer.runs.scores import entities
@@ -26,24 +26,26 @@ class TokenClassification(Classification):
 
     def _words(self, record, place):
         if "tokens" not in record and "text" in record:
-            return _WORD.findall(text_of(record, "text", place))
+            return _WORD.findall(get_text(record, "text", place))
         words = record.get("tokens")
         if not isinstance(words, list) or not all(isinstance(x, str) and x for x in words):
-            raise InputError(f"{place}: tokens is {shown(words)}, expected a list of words.")
+            raise InputError(f"{place}: tokens is {short_repr(words)}, expected a list of words.")
         return words
 
-    def labels_of_record(self, record, place) -> list[str]:
+    def get_label_names(self, record, place) -> list[str]:
         words = self._words({"tokens": record.get("tokens")}, place)
         labels = record.get("labels")
         if not isinstance(labels, list) or len(labels) != len(words):
-            raise InputError(f"{place}: labels is {shown(labels)}, expected one label per token.")
+            raise InputError(
+                f"{place}: labels is {short_repr(labels)}, expected one label per token."
+            )
         labels = (str(x) if isinstance(x, bool) else x for x in labels)
         return [label_name(label, place) for label in labels]
 
     def encode(self, records):
         rows = self.encode_inputs(records)
         for (place, record), [(_, words)] in zip(records, rows, strict=True):
-            numbers = self.numbers(record, place)
+            numbers = self.get_label_ids(record, place)
             words[:] = [IGNORED if word == IGNORED else numbers[word] for word in words]
         return rows, None
 
@@ -79,11 +81,11 @@ class TokenClassification(Classification):
             num_labels, dropout_rate=core.arguments["dropout_rate"], dtype=core.dtype_policy
         )
 
-    def form(self, records, numbers, length) -> tuple:
+    def build_row(self, records, indices, length) -> tuple:
         labels = np.full(length, IGNORED, np.int32)
-        inputs = self.row(records, numbers, length)
+        inputs = self.row(records, indices, length)
         inputs.pop("token_types", None)  # `row` filled them with labels.
-        for number in numbers:
+        for number in indices:
             row_labels = records.sequence(int(number))[1]
             labels[: len(row_labels)] = row_labels
         return inputs, labels

@@ -2,12 +2,12 @@
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
-from dtransformer.errors import refusing
+from dtransformer.errors import raise_as_input_error
 from dtransformer.models import TranslationTransformer
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
-from dtransformer.runs.identity import digest_of_records
+from dtransformer.runs.identity import hash_records
 from dtransformer.runs.networks import special_ids
 from dtransformer.runs.tasks.base import Task
 from dtransformer.trainers.callbacks import SacreBleu
@@ -23,9 +23,7 @@ class Translation(Task):
 
     def read(self, part: str | None = None) -> None:
         parts = {name: self._read(*keys) for name, keys in _KEYS.items()}
-        self.digests |= {
-            name: digest_of_records(zip(*pairs)) for name, pairs in parts.items() if pairs
-        }
+        self.digests |= {name: hash_records(zip(*pairs)) for name, pairs in parts.items() if pairs}
         pairs = self._clean_pairs(parts["train"])
         self._pairs = {"train": pairs, "dev": parts["dev"]}
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
@@ -35,7 +33,7 @@ class Translation(Task):
         paths = [getattr(self.config.data, key) for key in keys]
         if keys == _KEYS["dev"] and not any(paths):
             return None
-        return read_pairs(*(self.needed("data", key) for key in keys))
+        return read_pairs(*(self.require_option("data", key) for key in keys))
 
     def _clean_pairs(self, pairs):
         """Return the training pairs without empty, unbalanced and, if requested, repeated pairs."""
@@ -47,7 +45,7 @@ class Translation(Task):
         self._summary = f"Training pairs: {', '.join(left_out)}"
         return pairs
 
-    def told(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         return [self._summary]
 
     def make_network(self, precision: str | None = None) -> TranslationTransformer:
@@ -71,7 +69,7 @@ class Translation(Task):
         """
         config = self.config
         needs.check_search(config, vocab_size, config.search.beam_size)
-        with refusing("model"):
+        with raise_as_input_error("model"):
             network = TranslationTransformer(
                 vocab_size,
                 **vars(config.model),
@@ -121,9 +119,9 @@ class Translation(Task):
         )
         return [SacreBleu(pairs[0][:num_sentences], pairs[1][:num_sentences], translate)]
 
-    def preview(self, number: int) -> list[list[tuple[str, bool]]]:
+    def preview(self, count: int) -> list[list[tuple[str, bool]]]:
         pairs = zip(*self._pairs["train"])
-        return [[(source, False), (target, True)] for source, target in list(pairs)[:number]]
+        return [[(source, False), (target, True)] for source, target in list(pairs)[:count]]
 
 
 TASK = Translation

@@ -33,10 +33,10 @@ def remove_old(
     Args:
         folder: Folder of checkpoints.
         keep: Positive integer. Number of newest checkpoints to keep.
-        monitor, sign: As in `best_of`.
+        monitor, sign: As in `find_best`.
     """
     saved = [path for _, path in folders.saved_steps(folder)]
-    best = best_of(saved, monitor, sign)
+    best = find_best(saved, monitor, sign)
     for path in saved[:-keep]:
         try:
             if path != best:
@@ -45,7 +45,7 @@ def remove_old(
             warnings.warn(f"An old checkpoint cannot be removed ({error}).", stacklevel=2)
 
 
-def best_of(
+def find_best(
     paths: Sequence[pathlib.Path], monitor: str | None, sign: int = 1
 ) -> pathlib.Path | None:
     """Return the checkpoint with the best value of a log, or `None` if no checkpoint has the log.

@@ -13,12 +13,12 @@ import safetensors.numpy
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.files import replacing
+from dtransformer.files import atomic_write
 from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.files import opened
 from dtransformer.inputs.safetensors_file import SafetensorsFile
-from dtransformer.parallel.collectives.objects import together
-from dtransformer.trainers.checkpoint.folders import checkpoints_of
+from dtransformer.parallel.collectives.objects import call_on_all
+from dtransformer.trainers.checkpoint.folders import list_checkpoints
 from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.training_state import (
     NETWORK,
@@ -47,7 +47,7 @@ def seal(path: str | os.PathLike, run: str = NO_RUN) -> None:
     Raises:
         OSError: If the disk is full.
     """
-    digest = sha256_of(path, run)
+    digest = hash_file(path, run)
     with open(path, "ab") as file:
         file.write(f"\ndtransformer {digest} {run}\n".encode())
 
@@ -72,7 +72,7 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
             "dtransformer: they do not end with their checksum."
         )
     digest, owner = (value.decode() for value in line.groups())
-    if sha256_of(path, owner, size) != digest:
+    if hash_file(path, owner, size) != digest:
         raise InputError(
             f"{path}: the weights are damaged: their content does not match their checksum."
         )
@@ -83,7 +83,7 @@ def check_seal(path: str | os.PathLike, run: str) -> None:
         )
 
 
-def sha256_of(path: str | os.PathLike, ending: str = "", size: float = math.inf) -> str:
+def hash_file(path: str | os.PathLike, ending: str = "", size: float = math.inf) -> str:
     """Return the SHA-256 of the first `size` bytes of a file, followed by `ending`.
 
     Args:
@@ -136,7 +136,7 @@ def export(
     """
     if os.path.lexists(filepath) and not overwrite:
         raise InputError(f"{filepath} exists. Pass another path, or overwrite it (--overwrite).")
-    checkpoint = Checkpoint(checkpoints_of(path)[0])
+    checkpoint = Checkpoint(list_checkpoints(path)[0])
     problems = checkpoint.problems()
     if problems:
         raise InputError("; ".join(problems.values()))
@@ -146,11 +146,11 @@ def export(
         raise InputError(f"{filepath} must end with {_KERAS} or {_SAFETENSORS}.")
     tensors = {
         name.removeprefix(NETWORK): np.ascontiguousarray(checkpoint.read(name).numpy())
-        for name in checkpoint.shapes_of(NETWORK)
+        for name in checkpoint.get_shapes(NETWORK)
     }
     check_finite(checkpoint.path, tensors)
     metadata = {"format": "dtransformer", "step": str(checkpoint.step)}
-    with replacing(filepath, _file_bytes(tensors.values())) as target:
+    with atomic_write(filepath, _file_bytes(tensors.values())) as target:
         try:
             safetensors.numpy.save_file(tensors, target, metadata=metadata)
         except safetensors.SafetensorError as error:
@@ -163,12 +163,12 @@ def _export_keras(checkpoint, filepath, network):
     if not network.built:
         network.build()
     tensors = network_tensors(network)
-    _check_fits(checkpoint.path, tensors, checkpoint.shapes_of(NETWORK))
+    _check_fits(checkpoint.path, tensors, checkpoint.get_shapes(NETWORK))
     for tensor in tensors:
         tensor.assign(checkpoint.read_local(tensor))
     check_finite(checkpoint.path, network_values(network))
     has_run = RUN in checkpoint.manifest["files"]
-    run = sha256_of(checkpoint.path / RUN) if has_run else NO_RUN
+    run = hash_file(checkpoint.path / RUN) if has_run else NO_RUN
 
     def save(target):
         network.save_weights(target)
@@ -189,7 +189,7 @@ def write_keras(network: keras.Model, filepath: str | os.PathLike, save: Callabl
     Raises:
         InputError: If the file cannot be written.
     """
-    with replacing(filepath, _file_bytes(network.variables)) as target:
+    with atomic_write(filepath, _file_bytes(network.variables)) as target:
         save(target)
 
 
@@ -239,7 +239,7 @@ def load_safetensors(network: keras.Model, filepath: str | os.PathLike) -> None:
         InputError: If the file does not exist, is damaged, does not fit the network, or has values
             that are not finite. The network is unchanged then.
     """
-    tensors = together(lambda: network_tensors(network), "safetensors/network")
+    tensors = call_on_all(lambda: network_tensors(network), "safetensors/network")
 
     def open_file():
         file = SafetensorsFile(filepath)
@@ -256,9 +256,9 @@ def load_safetensors(network: keras.Model, filepath: str | os.PathLike) -> None:
         for tensor in tensors:
             read_tensor(tensor)
 
-    file, in_file = together(open_file, "safetensors/opened")
+    file, in_file = call_on_all(open_file, "safetensors/opened")
     _check_fits(filepath, tensors, in_file)
-    together(check, "safetensors/values")
+    call_on_all(check, "safetensors/values")
     for tensor in tensors:
         tensor.assign(read_tensor(tensor))
 
@@ -298,7 +298,7 @@ _DEPTHS = "num_layers", "encoder_layers", "decoder_layers"
 
 def _check_depth(checkpoint, config):
     """Check, before building, that a config has no more layers than the checkpoint has tensors."""
-    num_tensors = len(checkpoint.shapes_of(NETWORK))
+    num_tensors = len(checkpoint.get_shapes(NETWORK))
     arguments = config.get("config")
     is_ours = str(config.get("registered_name")).startswith("dtransformer>")
     for name in _DEPTHS if is_ours and isinstance(arguments, dict) else ():

@@ -20,7 +20,7 @@ import re
 import shutil
 
 from dtransformer.errors import InputError
-from dtransformer.files import beside, free_path, sync, warn_of_taken, writing
+from dtransformer.files import append_to_name, convert_write_errors, free_path, sync, warn_occupied
 from dtransformer.trainers.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 
 _UNFINISHED = ".unfinished"
@@ -49,7 +49,7 @@ def find_checkpoint(path: str | os.PathLike) -> pathlib.Path | None:
     return next((folder for folder in (path, replaced_path(path)) if _is_complete(folder)), None)
 
 
-def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
+def list_checkpoints(path: str | os.PathLike) -> list[pathlib.Path]:
     """Return the checkpoints at a path, in the order to try them.
 
     Args:
@@ -63,7 +63,7 @@ def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
     if find_checkpoint(path) is not None:
         return [path]
     checkpoints = saved_steps(path)
-    checkpoints += [(step_of(folder), folder) for folder in folders_without_manifest(path)]
+    checkpoints += [(parse_step(folder), folder) for folder in folders_without_manifest(path)]
     if checkpoints:
         return [folder for _, folder in sorted(checkpoints, reverse=True)]
     if not os.path.exists(path):
@@ -93,15 +93,15 @@ def _saved_step(path):
     try:
         return int(read_manifest(find_checkpoint(path))["step"])
     except (InputError, KeyError, TypeError, ValueError):
-        return step_of(path)
+        return parse_step(path)
 
 
-def step_of(path: str | os.PathLike) -> int:
+def parse_step(path: str | os.PathLike) -> int:
     """Return the step in the name of a checkpoint's folder, or -1 for other names.
 
     Example:
 
-    >>> step_of("checkpoints/step-00000120")
+    >>> parse_step("checkpoints/step-00000120")
     120
     """
     match = _STEP.fullmatch(pathlib.Path(path).name)
@@ -157,9 +157,9 @@ def create_folder(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathli
     if os.path.lexists(path) and not (overwrite and _is_complete(path)):
         requested = path
         path = free_path(path)
-        warn_of_taken(requested, path)
+        warn_occupied(requested, path)
     new_folder = unfinished_path(path)
-    with writing(path.parent):
+    with convert_write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in {new_folder, *path.parent.glob(f"step-*{_UNFINISHED}")}:
             _remove_all(folder)
@@ -176,12 +176,12 @@ def create_folder(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathli
 
 def unfinished_path(path: pathlib.Path) -> pathlib.Path:
     """Return the path of a checkpoint's folder while it is being written."""
-    return beside(path, _UNFINISHED)
+    return append_to_name(path, _UNFINISHED)
 
 
 def replaced_path(path: pathlib.Path) -> pathlib.Path:
     """Return the path of a checkpoint's folder while another checkpoint takes its place."""
-    return beside(path, _REPLACED)
+    return append_to_name(path, _REPLACED)
 
 
 def commit(path: pathlib.Path, manifest: dict) -> None:
@@ -229,9 +229,9 @@ def _remove_all(path):
 def set_aside(path: str | os.PathLike) -> None:
     """Rename a damaged checkpoint, so that it is ignored but not deleted."""
     path = pathlib.Path(path)
-    target = beside(path, _DAMAGED)
+    target = append_to_name(path, _DAMAGED)
     for i in itertools.count(1):
         if not os.path.lexists(target):
             break
-        target = beside(path, f"{_DAMAGED}-{i}")
+        target = append_to_name(path, f"{_DAMAGED}-{i}")
     os.rename(path if os.path.lexists(path) else replaced_path(path), target)

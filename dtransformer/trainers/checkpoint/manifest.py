@@ -10,7 +10,7 @@ import keras
 import pydantic
 import tensorflow as tf
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, short_repr
 from dtransformer.files import sync
 from dtransformer.inputs.files import inside
 from dtransformer.inputs.json_file import read_json, typed
@@ -99,7 +99,7 @@ def read_manifest(folder: pathlib.Path) -> dict:
         raise InputError(f"{path} is damaged: its content does not match its checksum.")
     if body.get("version") != _VERSION:
         raise InputError(
-            f"{path} has format version {shown(body.get('version'))}, but this version of "
+            f"{path} has format version {short_repr(body.get('version'))}, but this version of "
             f"dtransformer reads version {_VERSION}. Update dtransformer."
         )
     return typed(body, Manifest, path)

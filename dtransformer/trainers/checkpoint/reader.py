@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.errors import InputError, one_line
-from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, together
+from dtransformer.errors import InputError, to_one_line
+from dtransformer.parallel.collectives.objects import all_gather_json, call_on_all, from_chief
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.checkpoint.folders import checkpoints_of
+from dtransformer.trainers.checkpoint.folders import list_checkpoints
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 from dtransformer.trainers.checkpoint.saved_checkpoint import REPLICAS, Checkpoint
 from dtransformer.trainers.checkpoint.training_state import (
@@ -86,9 +86,9 @@ def restore(
     """
     checkpoint, damaged = _newest_intact(path)
     prefixes = (NETWORK,) if weights_only else (NETWORK, OPTIMIZER)
-    tensors = together(state.tensors, "checkpoint/state")
+    tensors = call_on_all(state.tensors, "checkpoint/state")
     tensors = [tensor for tensor in tensors if tensor.name.startswith(prefixes)]
-    differences = find_differences(tensors, checkpoint.shapes_of(*prefixes))
+    differences = find_differences(tensors, checkpoint.get_shapes(*prefixes))
     restored = Restored(checkpoint, *differences, damaged)
     if strict and (text := describe_differences(*differences)):
         raise InputError(
@@ -106,11 +106,11 @@ def restore(
                     tensor.assign(checkpoint.read_local(tensor))
         except (tf.errors.OpError, OSError, MemoryError) as error:
             raise InputError(
-                f"{checkpoint.path} cannot be read ({one_line(str(error), 160)}). Some tensors "
+                f"{checkpoint.path} cannot be read ({to_one_line(str(error), 160)}). Some tensors "
                 "have already been replaced. Restore another checkpoint before you continue."
             ) from error
 
-    together(assign, "checkpoint/restored")
+    call_on_all(assign, "checkpoint/restored")
     if not weights_only and job.seed() != checkpoint.manifest["seed"]:
         job.set_seed(checkpoint.manifest["seed"])
     return restored
@@ -118,7 +118,7 @@ def restore(
 
 def restore_metrics(state: TrainingState, restored: Restored) -> None:
     """Restore the sums since the epoch began, for metrics that are built."""
-    shapes = restored.checkpoint.shapes_of(METRICS)
+    shapes = restored.checkpoint.get_shapes(METRICS)
     for tensor in state.metric_tensors():
         if shapes.get(tensor.name) == tensor.shape:
             tensor.assign(restored.checkpoint.read_local(tensor))
@@ -130,7 +130,7 @@ def _newest_intact(path):
     The ranks divide the files among themselves. Damaged files are replaced by intact replicas.
     """
     candidates = from_chief(
-        lambda: [str(folder) for folder in checkpoints_of(path)], "checkpoint/candidates"
+        lambda: [str(folder) for folder in list_checkpoints(path)], "checkpoint/candidates"
     )
     message = []
     for i, candidate in enumerate(candidates):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.errors import InputError, one_line
-from dtransformer.files import replacing
+from dtransformer.errors import InputError, to_one_line
+from dtransformer.files import atomic_write
 from dtransformer.inputs.files import inside
 from dtransformer.inputs.manifest import INDEX
 from dtransformer.parallel.weights.shard_bounds import Bounds, slice_spec
@@ -58,7 +58,7 @@ class Checkpoint:
         """Dict that maps the names of all tensors to their shapes."""
         return {name: tuple(shape) for name, (shape, _) in self.manifest["tensors"].items()}
 
-    def shapes_of(self, *prefixes: str) -> dict[str, tuple[int, ...]]:
+    def get_shapes(self, *prefixes: str) -> dict[str, tuple[int, ...]]:
         """Return the items of `shapes` whose names start with one of the prefixes."""
         return {name: shape for name, shape in self.shapes.items() if name.startswith(prefixes)}
 
@@ -117,7 +117,7 @@ class Checkpoint:
                 for name, shape in reader.get_variable_to_shape_map().items()
             }
         except Exception as error:  # TensorFlow raises several built-in types.
-            return f"{path} is damaged: {one_line(error, 100)}"
+            return f"{path} is damaged: {to_one_line(error, 100)}"
         if tensors != self.manifest["tensors"]:
             return f"{path} is damaged: its tensors do not match {MANIFEST}"
         return ""
@@ -138,7 +138,7 @@ class Checkpoint:
         if replica not in self.manifest["files"] or self.problem_with(replica):
             return False
         try:
-            with replacing(inside(self.path, name)) as target:
+            with atomic_write(inside(self.path, name)) as target:
                 shutil.copyfile(self.path / replica, target, follow_symlinks=False)
         except InputError:  # The disk is full or read-only, or the file is a link.
             return False

@@ -20,7 +20,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.weights.shard_bounds import Bounds, FlatRange, num_elements
-from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, tensors_of
+from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, get_sharded_tensors
 from dtransformer.parallel.weights.sharded_variable import full_bounds, true_shape
 from dtransformer.trainers.optimizer.states import optimizer_states
 
@@ -112,7 +112,9 @@ class TrainingState:
             start, stop = flat_range or (0, num_elements(bounds))
             if math.prod(variable.shape) == stop - start:
                 shape = true_shape(weight)
-                tensors.append(ShardedTensor.of(name, shape, variable, bounds, flat_range))
+                tensors.append(
+                    ShardedTensor.from_variable(name, shape, variable, bounds, flat_range)
+                )
             else:
                 # The state is not elementwise, for example Adafactor's sums over rows.
                 tensors.append(_replicated(name, variable))
@@ -142,13 +144,13 @@ def network_tensors(
     return [
         tensor
         for variable in network.variables
-        for tensor in tensors_of(NETWORK + names[id(variable)], variable)
+        for tensor in get_sharded_tensors(NETWORK + names[id(variable)], variable)
     ]
 
 
 def _replicated(name, variable):
     shape = tuple(variable.shape)
-    return ShardedTensor.of(name, shape, variable, full_bounds(shape))
+    return ShardedTensor.from_variable(name, shape, variable, full_bounds(shape))
 
 
 def _check_names(tensors, network):

@@ -12,7 +12,12 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.inputs.manifest import DATA
-from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, on_all, together
+from dtransformer.parallel.collectives.objects import (
+    all_gather_json,
+    call_on_all,
+    from_chief,
+    on_all,
+)
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.shard_bounds import Bounds, CheckpointShard, slice_spec
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
@@ -259,7 +264,7 @@ class CheckpointWriter:
         """
         self.finish()
         requested = pathlib.Path(path).absolute()
-        tensors, manifest = together(
+        tensors, manifest = call_on_all(
             lambda: (state.tensors(), describe_run(state)), "checkpoint/state"
         )
         tensors = [tensor for tensor in tensors if tensor.is_saved]
@@ -338,7 +343,7 @@ def _run(save: Save):
                 if job.is_chief():
                     merge_shards(save, written)
 
-            together(merge, "checkpoint/committed")
+            call_on_all(merge, "checkpoint/committed")
     except (ValueError, RuntimeError) as error:  # The error of any rank.
         if job.is_chief():
             shutil.rmtree(save.folder, ignore_errors=True)

@@ -6,7 +6,7 @@ results of the full batch.
 
 import tensorflow as tf
 
-from dtransformer.trainers.row_sharding import rows_of_shard
+from dtransformer.trainers.row_sharding import take_shard
 
 _NOT_INLINED = {"_noinline": True}
 
@@ -31,7 +31,7 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
         def micro_batch(i):
             seed = micro_batch_seed(scalars.seed, i, num_micro_batches)
             gradients, outputs, sums = forward_backward(
-                *rows_of_shard(batch, i, num_micro_batches), scalars._replace(seed=seed)
+                *take_shard(batch, i, num_micro_batches), scalars._replace(seed=seed)
             )
             return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
 

@@ -187,7 +187,7 @@ class ForwardStep:
 
     def metric_outputs(self, outputs):
         """Return `(outputs, masks)` for metrics, or `None` if no metric needs the outputs."""
-        return (outputs, _compat.masks_of(outputs)) if self.needs_outputs else None
+        return (outputs, _compat.get_keras_masks(outputs)) if self.needs_outputs else None
 
     def sums(self, inputs, outputs, labels, sample_weight, counts, losses=(), training=False):
         """Return the local sums for the logs, a dict of float32 scalars.
@@ -260,7 +260,7 @@ class ForwardStep:
                 stacklevel=2,
             )
         layers = _compat.flat_layers(self.network)
-        if losses and any(getattr(layer, "adds_means", False) for layer in layers):
+        if losses and any(getattr(layer, "aux_loss_is_mean", False) for layer in layers):
             raise ValueError(
                 "A loss that is a mean over a mask cannot be combined with the losses of a mixture "
                 "of experts over several ranks or micro-batches. Use sample weights and "
@@ -289,12 +289,12 @@ class Engine:
         takes_micro_batches: Whether the engine divides a batch into micro-batches itself.
         input_shapes: Nested shapes of the inputs of one forward pass in the last training step, or
             `None` if unknown.
-        num_kept: Number of such forward passes whose activations are stored at the same time.
+        num_stored_passes: Number of such forward passes whose activations are stored at the same time.
     """
 
     takes_micro_batches = False
     input_shapes = None
-    num_kept = 1
+    num_stored_passes = 1
 
     def build(self, first) -> None:
         """Build this rank's part of the network, unless it is built.
@@ -374,7 +374,9 @@ class LocalEngine(Engine):
         cause = None
         if any(is_unsharded_for_use(weight) for weight in network.weights):
             cause = "optimizer_shard=3"
-        elif any(getattr(layer, "sends", False) for layer in _compat.flat_layers(network)):
+        elif any(
+            getattr(layer, "exchanges_counts", False) for layer in _compat.flat_layers(network)
+        ):
             cause = "expert_group_size=None on data ranks"
         if cause is not None:
             raise ValueError(

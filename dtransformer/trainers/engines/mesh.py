@@ -112,7 +112,7 @@ class MeshEngine(Engine):
     # Functions that are traced on the mesh.
 
     def _train_on_mesh(self, inputs, labels, sample_weight, counts, loss_scale, seed):
-        job.compiles()
+        job.record_compilation()
         scalars = StepScalars(counts, loss_scale[0], seed[:2])
         gradients, outputs, sums = self._step.loss_and_gradients(
             inputs, labels, sample_weight, scalars

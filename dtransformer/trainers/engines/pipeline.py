@@ -20,11 +20,11 @@ from dtransformer.parallel.pipeline_parallel.forward_pass import ForwardPass, fr
 from dtransformer.parallel.pipeline_parallel.measured_timeline import gather_timeline
 from dtransformer.parallel.pipeline_parallel.p2p import peers
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
+    get_chunk_layers,
+    get_chunk_losses,
+    get_chunk_weights,
     has_state,
-    layers_of,
-    losses_of,
-    own_chunks,
-    weights_of,
+    local_chunks,
 )
 from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import current_chunk
@@ -33,14 +33,14 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.parallel.schedules import schedules
 from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, without_backward
-from dtransformer.parallel.schedules.simulator import ideal_of
-from dtransformer.parallel.schedules.timeline import most_alive, write
+from dtransformer.parallel.schedules.simulator import ideal_timeline
+from dtransformer.parallel.schedules.timeline import max_stored_micro_batches, write
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 from dtransformer.reports import audit
 from dtransformer.trainers.data import check_rows, input_specs, input_symbols
 from dtransformer.trainers.engines.base import Engine, check_any_trained, training_forward
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
-from dtransformer.trainers.row_sharding import rows_of_shard
+from dtransformer.trainers.row_sharding import take_shard
 
 
 class PipelineEngine(Engine):
@@ -66,7 +66,7 @@ class PipelineEngine(Engine):
         self.devices = stage_devices()
         self.peers = peers()
         # Compiled forward pass of a chunk, from its index and the `Dataflow`.
-        self.function = ChunkFunctions(self.network, self._forward, self.devices, shares=True).of
+        self.function = ChunkFunctions(self.network, self._forward, self.devices, shares=True).get
         self._predict = ForwardPass(
             self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call", True
         )
@@ -100,7 +100,9 @@ class PipelineEngine(Engine):
     def _skip_frozen_chunks(self):
         """Remove backward passes before the first chunk with a trainable weight."""
         trained = [
-            chunk for chunk in own_chunks() if weights_of(self.network, chunk, self._example)[0]
+            chunk
+            for chunk in local_chunks()
+            if get_chunk_weights(self.network, chunk, self._example)[0]
         ]
         gathered = all_gather_json(trained, "trained")
         self.first_trained = min(itertools.chain(*gathered), default=self.placement.num_chunks)
@@ -119,7 +121,7 @@ class PipelineEngine(Engine):
         rows = num_rows(batch)
         check_rows(rows)
         m = self._num_micro_batches
-        batches = [rows_of_shard(batch, k, m) for k in range(m)]
+        batches = [take_shard(batch, k, m) for k in range(m)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*micro_batch) for micro_batch in batches]
         counts = self.devices.put_numbers(scalars.counts)
@@ -148,7 +150,7 @@ class PipelineEngine(Engine):
         self._is_prepared = True
         if not is_first or self.placement.num_stages == 1:
             return
-        if not any(has_state(self.network, chunk, self.placement) for chunk in own_chunks()):
+        if not any(has_state(self.network, chunk, self.placement) for chunk in local_chunks()):
             step = PipelineStep(self, *step_args)
             step.warm_up()
             step.finish()
@@ -158,7 +160,7 @@ class PipelineEngine(Engine):
         """Return the `Dataflow` of a micro-batch with these input tensors or specs."""
         key = tuple(tf.nest.flatten(tensor_specs(inputs)))
         if key not in self._dataflows:
-            self._dataflows[key] = Dataflow.of_network(self.network, inputs, self.placement)
+            self._dataflows[key] = Dataflow.from_network(self.network, inputs, self.placement)
         return self._dataflows[key]
 
     def _forward(self, chunk, inputs, labels, sample_weight, counts, loss_scale, seed):
@@ -168,7 +170,7 @@ class PipelineEngine(Engine):
         """
         devices = self.devices
         step = self._step
-        job.compiles()
+        job.record_compilation()
         deferring = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
         with training_forward(devices.numbers(seed, [2])) as reported, deferring as deferred:
             outputs, changes = step.outputs_and_states(inputs, True, self._layers(chunk))
@@ -177,7 +179,7 @@ class PipelineEngine(Engine):
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)
         outputs = step.metric_outputs(outputs) if chunk == self.placement.last_chunk else None
-        losses = losses_of(self.network, chunk, self.placement)
+        losses = get_chunk_losses(self.network, chunk, self.placement)
         sums["added"] = step.added_loss(losses, inputs, counts)
         loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
         return devices.replicate((loss, sums, outputs, deferred))
@@ -185,7 +187,7 @@ class PipelineEngine(Engine):
     def _layers(self, chunk=None):
         """Return the layers of a model chunk, by default the current one."""
         chunk = current_chunk() if chunk is None else chunk
-        return layers_of(self.network, chunk, self.placement)
+        return get_chunk_layers(self.network, chunk, self.placement)
 
     def _reduce_over_stages(self, sums, kind):
         """Return on every stage the sums over all stages, and this stage's state changes."""
@@ -237,7 +239,7 @@ class PipelineEngine(Engine):
         """Return the last chunk's results and the sums of the current chunk's layers."""
         outputs, changes = self._step.outputs_and_states(inputs, layers=self._layers())
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
-        losses = losses_of(self.network, current_chunk(), self.placement)
+        losses = get_chunk_losses(self.network, current_chunk(), self.placement)
         added = self._step.layer_sums(changes, inputs, counts)
         added["added"] = self._step.added_loss(losses, inputs, counts)
         return (self._step.metric_outputs(outputs), sums), self.devices.replicate(added)
@@ -257,9 +259,9 @@ class PipelineEngine(Engine):
     # Reports on a step.
 
     @property
-    def num_kept(self):
+    def num_stored_passes(self):
         """Maximum number of stored activations of chunks, divided by this stage's chunks."""
-        return most_alive(self._instructions[self.stage]) / len(own_chunks())
+        return max_stored_micro_batches(self._instructions[self.stage]) / len(local_chunks())
 
     def collectives(self):
         """Return the `Collective`s of a step, on the mesh and between stages."""
@@ -300,5 +302,5 @@ class PipelineEngine(Engine):
             )
         timeline = gather_timeline(*self._last_events)
         if path is not None and job.is_chief():
-            write(timeline, ideal_of(timeline, self._instructions), path)
+            write(timeline, ideal_timeline(timeline, self._instructions), path)
         return timeline

@@ -6,7 +6,7 @@ import time
 import tensorflow as tf
 
 from dtransformer.parallel.mesh.function import new_functions
-from dtransformer.parallel.pipeline_parallel.stage_assignment import own_chunks
+from dtransformer.parallel.pipeline_parallel.stage_assignment import local_chunks
 from dtransformer.parallel.schedules.instruction import (
     FORWARD,
     RECEIVE_ACTIVATIONS,
@@ -17,7 +17,7 @@ from dtransformer.parallel.schedules.instruction import (
     Instruction,
 )
 from dtransformer.parallel.schedules.timeline import Event
-from dtransformer.parallel.weights.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from dtransformer.trainers.engines.accumulation import micro_batch_seed
 from dtransformer.trainers.optimizer.phases import with_zeros
 
@@ -84,7 +84,7 @@ class PipelineStep:
 
         All stages then compile at the same time, not in sequence.
         """
-        for chunk in own_chunks():
+        for chunk in local_chunks():
             instruction = Instruction(FORWARD, 0, chunk)
             if chunk:
                 crossing = self.dataflow.sent_after(chunk - 1)
@@ -213,7 +213,7 @@ class PipelineStep:
         weights = self._weights[chunk]
         # Sums and outputs have no gradient. Pass zeros explicitly, because the tape would create
         # zeros that are not on the mesh.
-        upstream = [*upstream, self._devices.put_one(), *map(tf.zeros_like, unused)]
+        upstream = [*upstream, self._devices.put_loss_gradient(), *map(tf.zeros_like, unused)]
         all_gradients = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
         gradients = all_gradients[: len(weights)]
         input_gradients = all_gradients[len(weights) :]
@@ -255,7 +255,7 @@ class PipelineStep:
 
 
 def _zero_shards(weight):
-    return [tf.zeros_like(shard.value) for shard in own_shards([weight])]
+    return [tf.zeros_like(shard.value) for shard in get_local_shards([weight])]
 
 
 def _activations(k, border):

@@ -17,7 +17,7 @@ def assign_averages(optimizer, units, store, exchange):
         exchange: Boolean. Whether to assign the weights' values to the averages. A second call
             then restores both.
     """
-    averages = _compat.averages_of(optimizer)
+    averages = _compat.get_moving_averages(optimizer)
     if not averages or not int(optimizer.iterations):
         return
     values = dict(zip(units.proxies, units.proxy_values()))

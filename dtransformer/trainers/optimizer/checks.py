@@ -125,7 +125,7 @@ def check_shards(optimizer):
 
 
 def _check_built(optimizer, parameters):
-    if optimizer.built and not all(_compat.knows(optimizer, x) for x in parameters):
+    if optimizer.built and not all(_compat.has_variable(optimizer, x) for x in parameters):
         raise ValueError(
             f"{type(optimizer).__name__} was built before compile, for other weights or shards than "
             "this layout updates. Pass an optimizer to compile that is not built."

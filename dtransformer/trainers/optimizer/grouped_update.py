@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.collectives.division import filled
+from dtransformer.parallel.collectives.division import pack_consecutive
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
@@ -56,7 +56,7 @@ def grouped_calls(keys, sizes, max_size):
         calls[num_calls] += positions[num_calls * per_call :]
     limited = []
     for call in calls.values():
-        for part in filled([sizes[position] for position in call], max_size):
+        for part in pack_consecutive([sizes[position] for position in call], max_size):
             limited.append([call[i] for i in part])
     return limited
 
@@ -179,7 +179,7 @@ class GroupedUpdate:
         """Trace again if the optimizer's settings have changed, such as its schedule."""
         simple = (bool, int, float, str, type(None))
         settings = {k: v for k, v in vars(self._optimizer).items() if isinstance(v, simple)}
-        rate = _compat.learning_rate_of(self._optimizer)
+        rate = _compat.get_learning_rate(self._optimizer)
         if settings != self._settings or rate is not self._learning_rate:
             self._settings = settings
             self._learning_rate = rate
@@ -241,9 +241,9 @@ class GroupedUpdate:
         pairs = [pair for unit, _, variables in rows for pair in zip(unit.states, variables)]
         for pair in pairs:
             scope.add_update(pair)
-        settings = _compat.averaging_alone(self._optimizer, indices, proxies)
+        settings = _compat.average_only(self._optimizer, indices, proxies)
         settings |= _group_settings(self._optimizer, group)
-        with scope, _compat.meanwhile(self._optimizer, **settings):
+        with scope, _compat.patched(self._optimizer, **settings):
             self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
         for state, variable in pairs:
             value = scope.get_current_value(state)

@@ -215,7 +215,7 @@ _CLIPPING = dict.fromkeys(("clipvalue", "clipnorm", "global_clipnorm"))
 def update_weights(optimizer, update, data):
     """Update the local units; see `keras_update`."""
     settings = _SCALING if optimizer.gradient_accumulation_steps else _SCALING | _CLIPPING
-    with _compat.meanwhile(optimizer, **settings):
+    with _compat.patched(optimizer, **settings):
         data.values = update(data.gradients, data.values)
 
 

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.mesh.variable import MeshVariable, share_of
+from dtransformer.parallel.mesh.variable import MeshVariable, get_mesh_fraction
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import (
+    get_local_shards,
+    get_shard_bounds,
     is_unsharded_for_use,
-    own_shards,
-    shard_bounds_of,
     true_shape,
 )
 from dtransformer.parallel.zero.partition import Parameter, Partition
@@ -37,7 +37,7 @@ class PlannedShard:
             all of them store the full weight.
         counts_in_norm: Boolean. Whether this rank counts the gradient in the global norm. `False`
             for copies of weights that another pipeline stage counts.
-        bounds, flat_range: Location of `shard` in the weight; see `shard_bounds_of`.
+        bounds, flat_range: Location of `shard` in the weight; see `get_shard_bounds`.
     """
 
     weight: keras.Variable
@@ -64,7 +64,9 @@ def shard_plan(weights, partition, copies=()):
     rows = iter(partition.parameters)
     plan = []
     for index, weight in enumerate(weights):
-        for shard, location in zip(own_shards([weight]), shard_bounds_of(weight), strict=True):
+        for shard, location in zip(
+            get_local_shards([weight]), get_shard_bounds(weight), strict=True
+        ):
             division = next(rows).division
             plan.append(
                 PlannedShard(
@@ -74,7 +76,7 @@ def shard_plan(weights, partition, copies=()):
                     division=division,
                     replicated=_replicated(weight, shard, division),
                     is_reduced=is_unsharded_for_use(weight),
-                    mesh_fraction=share_of(weight),
+                    mesh_fraction=get_mesh_fraction(weight),
                     counts_in_norm=id(weight) not in copy_ids,
                     bounds=location[0],
                     flat_range=location[1],
@@ -91,7 +93,7 @@ def _replicated(weight, shard, division):
     return shard.value
 
 
-def partition_of(weights):
+def make_partition(weights):
     """Return the `Partition` of weights under the current config."""
     group = job.data_parallel_group()
     parameters = [
@@ -105,14 +107,14 @@ def partition_of(weights):
         for weight in weights
         for shard, num_updated in _stored_parts(weight)
     ]
-    return Partition.of(parameters, get_parallel_config(), group.size, group.index)
+    return Partition.from_weights(parameters, get_parallel_config(), group.size, group.index)
 
 
 def _stored_parts(weight):
     """Return `(part, num_updated)` tuples: stored parts and `Parameter.updates` of each."""
     if isinstance(weight, FlatShardedVariable):
         return [(weight, None)]
-    shards = own_shards([weight])
+    shards = get_local_shards([weight])
     is_flat = get_parallel_config().optimizer_shard_partition == "flat"
     if is_flat or not isinstance(weight, MeshVariable):
         return [(shard, None) for shard in shards]

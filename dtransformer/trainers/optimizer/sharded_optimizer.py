@@ -15,7 +15,7 @@ from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
 from dtransformer.trainers.optimizer.keras_update import keras_update
 from dtransformer.trainers.optimizer.reduce import buckets
-from dtransformer.trainers.optimizer.shard_plan import partition_of, shard_plan
+from dtransformer.trainers.optimizer.shard_plan import make_partition, shard_plan
 from dtransformer.trainers.optimizer.store import store
 from dtransformer.trainers.optimizer.update_units import UpdateUnits
 
@@ -49,7 +49,7 @@ class ShardedOptimizer:
     def __init__(self, optimizer, weights, bucket_ids, compiler, copies=()):
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self.loss_scale = LossScale(optimizer)
-        self.partition = partition_of(weights)
+        self.partition = make_partition(weights)
         self.shards = shard_plan(weights, self.partition, copies)
         self._units = UpdateUnits(self.shards, self.partition.kind)
         self.units = self._units.units

@@ -22,7 +22,7 @@ class UpdateUnit:
             flat part of a shard or for a full weight whose shards are on a mesh.
         positions: Tuple of ints. Positions of its shards in the shard plan.
         weight: Keras variable that the unit is a part of.
-        bounds, flat_range: Location in the weight; see `shard_bounds_of`.
+        bounds, flat_range: Location in the weight; see `get_shard_bounds`.
     """
 
     parameter: keras.Variable | ParameterProxy
@@ -74,7 +74,7 @@ class UpdateUnits:
         parameter = shard.shard
         flat_range = shard.flat_range
         if kind == "flat" and shard.division is not None and flat_range is None:
-            flat_range = shard.division.range_of(self._group.index)
+            flat_range = shard.division.get_range(self._group.index)
             parameter = ParameterProxy(shard.shard, (flat_range[1] - flat_range[0],))
         return UpdateUnit(parameter, (position,), shard.weight, shard.bounds, flat_range)
 
@@ -100,7 +100,7 @@ class UpdateUnits:
             if unit not in values:
                 i = unit.positions[0]
                 division = self.shards[i].division
-                values[unit] = flat_shards.own_shard(stored[i], self._group, division)
+                values[unit] = flat_shards.get_local_shard(stored[i], self._group, division)
         return [values[unit] for unit in self.proxies]
 
     def new_parts(self, values):

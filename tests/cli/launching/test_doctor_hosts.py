@@ -33,7 +33,7 @@ def test_reports_differences_between_hosts(field, value, told):
     own = host_probe.describe()
     found = doctor_hosts._compare("b", {**own, field: value}, own, own["time"])
     (wrong,) = [check for check in found if not check["ok"]]
-    assert told in wrong["found"] and wrong["mend"]
+    assert told in wrong["found"] and wrong["fix"]
 
 
 def test_probe_lists_gpus_by_model_and_driver(tmp_path, monkeypatch):

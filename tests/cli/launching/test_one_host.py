@@ -99,11 +99,11 @@ def test_repeated_signal_lets_ranks_finish_their_output():
 
 
 def test_signal_before_ranks_start_ends_the_launcher_with_code_75(monkeypatch, capsys):
-    def hosts_of(options):
+    def read_hosts(options):
         os.kill(os.getpid(), signal.SIGTERM)
         return {"localhost": 1}
 
-    monkeypatch.setattr(supervisor, "hosts_of", hosts_of)
+    monkeypatch.setattr(supervisor, "read_hosts", read_hosts)
     monkeypatch.setattr(supervisor, "_LOOK_AGAIN", 0.0)
     assert main(["launch", "--min-ranks", "2", "--", "true"]) == supervisor.PREEMPTED
     assert "asked to stop: no ranks were started" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from harness.batches import EVEN, batches, replica_share
 from harness.networks import make
-from harness.training import Record, as_taken
+from harness.training import Record, convert_data
 
 NETWORK, STEPS_BEFORE, STEPS_AFTER = "tied", 4, 5
 # Each layout saves, and is restored by the next two; the last two by one process.
@@ -65,7 +65,7 @@ def new_trainer(network=NETWORK, seed=SEED):
 def losses(trainer, start, num_steps, network=NETWORK):
     """Train on batches of one shape and return the losses of the steps."""
     all_batches = batches(start + num_steps, trainer.network.vocab_size, 0, (EVEN,))[start:]
-    data = as_taken(network, replica_share(all_batches, EVEN[0]))
+    data = convert_data(network, replica_share(all_batches, EVEN[0]))
     data = data.apply(tf.data.experimental.assert_cardinality(num_steps))
     record = Record()
     trainer.fit(data, callbacks=[record], verbose=0, shard=False)

@@ -53,7 +53,7 @@ def train(make, folder, layout):
     checkpoints = folder / f"checkpoints-{make.__name__}-{layout.name}"
     index, count = job.data_shard()
     shard_options = {"shard_index": index, "num_shards": count}
-    multiple = {"pad_rows_to_multiple_of": job.rows_multiple_of()}
+    multiple = {"pad_rows_to_multiple_of": job.row_multiple()}
     options = {"length": LENGTH, "batch_size": 6, **shard_options, **multiple}
 
     def fit(callbacks=(), **fit_options):

@@ -9,7 +9,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models import CausalLM, from_pretrained
 from dtransformer.models.one_stack import with_task_head
-from dtransformer.models.pretrained.load import architecture_of
+from dtransformer.models.pretrained.load import read_architecture
 from dtransformer.runs.loading import opened
 from harness.byte_tokenizer import write_byte_tokenizer
 from harness.tolerances import PARITY_LOGITS
@@ -88,7 +88,7 @@ def test_decoder_without_a_head_cannot_generate_text(tmp_path):
 
 def test_encoder_without_its_decoder_raises_an_error(tmp_path):
     save_random_model("T5EncoderModel", tmp_path, T5)
-    for read in (architecture_of, from_pretrained):
+    for read in (read_architecture, from_pretrained):
         with pytest.raises(
             InputError,
             match="`architectures` names an encoder without its decoder. Use the files of T5For",

@@ -13,7 +13,7 @@ from dtransformer import parallel_config
 from dtransformer.layers import initializers
 from dtransformer.models import CausalLM, from_pretrained, save_pretrained
 from dtransformer.parallel.collectives.objects import all_gather_json
-from dtransformer.parallel.weights.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from tests.on_mesh import on_mesh, start
 from tests.shared_runs import on_ranks
 
@@ -57,7 +57,7 @@ def check_loading(folder, expected, dtype="bfloat16"):
         value = expected[weight.path]
         actual = np.asarray(weight.numpy())[tuple(slice(size) for size in value.shape)]
         np.testing.assert_array_equal(actual.astype("float32"), value.astype("float32"))
-    shards = [(math.prod(x.shape), x.value.dtype.size) for x in own_shards(network.weights)]
+    shards = [(math.prod(x.shape), x.value.dtype.size) for x in get_local_shards(network.weights)]
     shard_bytes = sum(count * size for count, size in shards)
     largest_bytes = VOCAB_SIZE * LLAMA["hidden_size"] * shards[0][1]
     keras_objects = 5 * 2**18  # Keras layers, including the copy that provides shapes.

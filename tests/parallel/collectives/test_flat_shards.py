@@ -25,7 +25,9 @@ def test_shards_of_all_ranks_restore_the_tensor(shape, num_shards):
     assert np.abs(shards).sum() == pytest.approx(np.abs(x).sum(), 1e-5), "padded with zeros"
     for index in range(num_shards):
         group = Group(tuple(range(num_shards)), index)
-        np.testing.assert_array_equal(flat_shards.own_shard(tf.constant(x), group), shards[index])
+        np.testing.assert_array_equal(
+            flat_shards.get_local_shard(tf.constant(x), group), shards[index]
+        )
 
 
 def test_shards_have_minimal_size():
@@ -35,11 +37,11 @@ def test_shards_have_minimal_size():
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
 def test_only_the_owner_has_elements_of_a_whole_tensor(owner):
-    division, x = Division.whole(6, 3, owner), tf.reshape(tf.range(6.0), [2, 3])
+    division, x = Division.single_owner(6, 3, owner), tf.reshape(tf.range(6.0), [2, 3])
     for index in range(3):
-        shard = flat_shards.own_shard(x, Group((0, 1, 2), index), division)
+        shard = flat_shards.get_local_shard(x, Group((0, 1, 2), index), division)
         np.testing.assert_array_equal(shard, range(6) if index == owner else [])
-    assert [division.range_of(i)[1] for i in range(3)] == [6 * (i >= owner) for i in range(3)]
+    assert [division.get_range(i)[1] for i in range(3)] == [6 * (i >= owner) for i in range(3)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,9 +14,9 @@ from dtransformer.parallel.runtime import job
 def test_single_process_is_the_only_group():
     group = job.new_group([0])
     assert (group.ranks, group.size, group.index, group.process_set) == ((0,), 1, 0, None)
-    assert job.new_group(np.arange(1)) is group is job.whole_job()
+    assert job.new_group(np.arange(1)) is group is job.world_group()
     dtransformer.init()
-    assert job.whole_job() == group
+    assert job.world_group() == group
 
 
 @pytest.mark.parametrize(

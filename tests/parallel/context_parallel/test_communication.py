@@ -47,7 +47,7 @@ def test_sent_elements_match_the_formula():
         heads = ROWS, HEADS, TARGET_LENGTH, HIDDEN // HEADS
         plan = make_plan(mode, SHARDS, heads, heads, causal=True, has_bias=False)
         elements, counts = collections.Counter(), collections.Counter()
-        for c in report.of_layer("blocks/block_0"):
+        for c in report.get_layer("blocks/block_0"):
             assert c.over == "context"
             direction = "backward" if c.backward else "forward"
             if c.kind == "all-to-all":

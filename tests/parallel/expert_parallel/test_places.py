@@ -27,18 +27,18 @@ def test_capacity(tokens, fields, expected):
 
 def test_first_tokens_get_the_capacity_slots():
     chosen = np.array([[[1, 0], [1, 1], [0, 1], [1, 0], [1, 1]]], "int64")
-    slots = places(tf.constant(chosen), most=2)
-    assert slots.taken.numpy()[0].tolist() == [[1, 0], [1, 1], [0, 1], [0, 0], [0, 0]]
+    slots = places(tf.constant(chosen), max_tokens=2)
+    assert slots.accepted.numpy()[0].tolist() == [[1, 0], [1, 1], [0, 1], [0, 0], [0, 0]]
     assert slots.position.numpy()[0, :2].tolist() == [[0, 0], [1, 0]]
 
 
 def test_shards_of_a_group_fill_the_same_slots_as_the_full_group():
     rng = np.random.default_rng(0)
     chosen = (rng.random((1, 24, 5)) < 0.4).astype("int64")
-    expected = places(tf.constant(chosen), most=4).taken.numpy()[0]
+    expected = places(tf.constant(chosen), max_tokens=4).accepted.numpy()[0]
     parts = chosen.reshape(4, 6, 5)
     counts = parts.sum(axis=1)
     before = np.cumsum(counts, axis=0) - counts
     slots = places(tf.constant(parts), 4, tf.constant(before, "int64"))
-    np.testing.assert_array_equal(slots.taken.numpy().reshape(24, 5), expected)
+    np.testing.assert_array_equal(slots.accepted.numpy().reshape(24, 5), expected)
     assert expected.sum() < chosen.sum(), "the case must drop tokens"

@@ -9,7 +9,7 @@ from dtransformer.parallel.mesh.axis_rules import make_layout
 from dtransformer.parallel.mesh.batch import put_sharded
 from dtransformer.parallel.mesh.variable import packed
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.weights.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from tests.on_mesh import (
     HIDDEN,
     make_trainer,
@@ -81,6 +81,6 @@ def test_sharded_variable_is_read_and_assigned_unsharded():
     np.testing.assert_array_equal(kernel.numpy(), value)
     np.testing.assert_array_equal(np.asarray(kernel), value)
     np.testing.assert_array_equal(kernel.shards[2].numpy(), value[:, 2 * HIDDEN : 3 * HIDDEN])
-    assert own_shards([kernel]) == kernel.shards
+    assert get_local_shards([kernel]) == kernel.shards
     put_sharded(value)
     raises(RuntimeError, ["through its Trainer"], tf.function(lambda: kernel.value + 0))

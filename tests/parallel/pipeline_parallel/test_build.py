@@ -9,9 +9,9 @@ from dtransformer.models import TranslationTransformer
 from dtransformer.parallel.pipeline_parallel.build import assign_by_use, assign_evenly, place_all
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
+    get_chunk_losses,
+    get_chunk_weights,
     has_state,
-    losses_of,
-    weights_of,
 )
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 from dtransformer.parallel.schedules.placement import Placement
@@ -24,7 +24,7 @@ IDS = tf.reshape(tf.range(6), [2, 3])
 def placed(network, inputs, placement=TWO):
     network(inputs)
     place_all(network, inputs, placement)
-    return Dataflow.of_network(network, inputs, placement)
+    return Dataflow.from_network(network, inputs, placement)
 
 
 def assert_chunks_give(network, inputs, dataflow, expected):
@@ -173,7 +173,7 @@ def test_added_losses_are_counted_once():
         with view(ChunkView(chunk, dataflow, received)) as calls:
             network(X)
         received = calls.sent
-        chunk_losses += losses_of(network, chunk, TWO)
+        chunk_losses += get_chunk_losses(network, chunk, TWO)
     tf.debugging.assert_near(tf.add_n(chunk_losses), expected)
 
 
@@ -226,9 +226,9 @@ def test_first_and_last_chunk_have_a_tied_table(head):
     expected = network(IDS)
     dataflow = placed(network, IDS)
     assert network.embedding.pipeline_stage == 0
-    assert dataflow.copies_of(network.embedding) == {1}
+    assert dataflow.get_copy_chunks(network.embedding) == {1}
     for chunk in (0, 1):
-        trained, _ = weights_of(network, chunk, dataflow)
+        trained, _ = get_chunk_weights(network, chunk, dataflow)
         assert sum(weight is network.embedding.embeddings for weight in trained) == 1
     assert_chunks_give(network, IDS, dataflow, expected)
 
@@ -248,7 +248,7 @@ def test_a_repeated_layer_is_copied_to_the_chunk_of_its_second_call():
     network = CallsAgain(keras.layers.Dense(8))
     expected = network(X)
     dataflow = placed(network, X)
-    assert dataflow.copies_of(network.first) == {1}
+    assert dataflow.get_copy_chunks(network.first) == {1}
     assert_chunks_give(network, X, dataflow, expected)
 
 

@@ -10,7 +10,7 @@ from dtransformer.layers.base import Layer
 from dtransformer.layers.block import spread_evenly
 from dtransformer.models import TranslationTransformer
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
-from dtransformer.parallel.pipeline_parallel.stage_assignment import chunk_of
+from dtransformer.parallel.pipeline_parallel.stage_assignment import get_chunk
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 from dtransformer.parallel.schedules.placement import Placement
 
@@ -24,7 +24,7 @@ def network_and_dataflow(placement, **options):
     with parallel_config(pipeline_stage=placement.num_chunks):
         network = TranslationTransformer(20, dropout_rate=0.0, **SIZES, **options)
         network.build()
-        return network, Dataflow.of_network(network, INPUTS, placement)
+        return network, Dataflow.from_network(network, INPUTS, placement)
 
 
 def sent_shapes(dataflow):
@@ -73,7 +73,7 @@ def test_sent_tensors_do_not_depend_on_the_placement():
 
 def test_tied_embedding_is_copied_and_not_sent():
     network, dataflow = network_and_dataflow(Placement.looped(2), **TIED)
-    assert dataflow.copies_of(network.source_embedding) == {1}
+    assert dataflow.get_copy_chunks(network.source_embedding) == {1}
     # One layer embeds source and target, so no embedding is sent.
     assert all("embedding" not in name for border in sent_shapes(dataflow) for name in border)
     network, dataflow = network_and_dataflow(Placement.looped(2))
@@ -162,7 +162,7 @@ class WrongRule(Halves):
 def test_placeholders_follow_layers_that_change_the_shape(make, sizes, policy):
     network, x = Stack(*make(policy), dtype=policy), tf.ones([3, 5, 8])
     expected = network(x)
-    dataflow = Dataflow.of_network(network, x, Placement.looped(2))
+    dataflow = Dataflow.from_network(network, x, Placement.looped(2))
     (tensor,) = dataflow.sent_after(0)
     assert tensor.shape == (3, 5, *sizes) and tensor.dtype == network.compute_dtype
     tf.debugging.assert_equal(run_chunks(network, x, dataflow), expected)
@@ -184,7 +184,7 @@ class Shifts(Layer):
 def test_rejects_a_wrong_shape_rule():
     network, x = Stack(WrongRule(), Shifts()), tf.ones([3, 5, 8])
     network(x)
-    dataflow = Dataflow.of_network(network, x, Placement.looped(2))
+    dataflow = Dataflow.from_network(network, x, Placement.looped(2))
     rule = r"wrong_rule is float32 \(3, 5, 4\).*declares float32 \(3, 5, 8"
     with pytest.raises(ValueError, match=rule):
         run_chunks(network, x, dataflow)
@@ -204,4 +204,4 @@ def test_rejects_a_nonexistent_stage(stage):
     with pytest.raises(
         ValueError, match=f"`pipeline_stage={stage}` of dense is out of range: there are 2 stages"
     ):
-        chunk_of(layer, Placement.looped(2))
+        get_chunk(layer, Placement.looped(2))

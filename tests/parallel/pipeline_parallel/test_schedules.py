@@ -18,8 +18,8 @@ from dtransformer.parallel.schedules.instruction import (
     get_receive,
 )
 from dtransformer.parallel.schedules.placement import Placement
-from dtransformer.parallel.schedules.simulator import ideal_of, simulate
-from dtransformer.parallel.schedules.timeline import most_alive, write
+from dtransformer.parallel.schedules.simulator import ideal_timeline, simulate
+from dtransformer.parallel.schedules.timeline import max_stored_micro_batches, write
 from tests.parallel.pipeline_parallel.v_schedule import V_SCHEDULE
 
 STAGES = (2, 3, 4, 8)
@@ -165,7 +165,7 @@ def test_every_pass_runs_once_and_every_send_is_received(case):
             for instruction in computations(stage_instructions)
         ]
         kinds = COMPUTATIONS if case in SPLIT_BACKWARD else (FORWARD, BACKWARD)
-        expected = set(itertools.product(kinds, range(m), placement.chunks_of(stage)))
+        expected = set(itertools.product(kinds, range(m), placement.get_chunks(stage)))
         assert len(passes) == len(expected) and set(passes) == expected
         for instruction in stage_instructions:
             if instruction.kind.startswith("send"):
@@ -201,22 +201,24 @@ def test_zero_bubble_v_idles_less_with_the_memory_of_1f1b(case):
     timeline = simulate(all_instructions, placement)
     assert timeline.span <= 6 * m + 2 * (p - 1)
     assert timeline.bubble < simulate(*plan("zb_h1", p, m, 1)).bubble or m == p
-    assert max(map(most_alive, all_instructions)) <= 2 * p
+    assert max(map(max_stored_micro_batches, all_instructions)) <= 2 * p
 
 
 @pytest.mark.parametrize("case", [case for case in SPLIT_BACKWARD if case[0] == "zb_h1"], ids=str)
 def test_zero_bubble_h1_needs_the_memory_of_the_first_1f1b_stage(case):
     _, p, m, _ = case
-    assert [most_alive(stage_instructions) for stage_instructions in plan(*case)[0]] == p * [
-        min(p, m)
-    ]
+    assert [
+        max_stored_micro_batches(stage_instructions) for stage_instructions in plan(*case)[0]
+    ] == p * [min(p, m)]
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if case[3] == 1], ids=str)
 def test_number_of_live_micro_batches(case):
     name, p, m, _ = case
     for rank, stage_instructions in enumerate(plan(*case)[0]):
-        assert most_alive(stage_instructions) == (m if name == "gpipe" else min(p - rank, m))
+        assert max_stored_micro_batches(stage_instructions) == (
+            m if name == "gpipe" else min(p - rank, m)
+        )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_every_schedule_ends_for_random_delays(case):
 def test_writes_measured_and_ideal_timeline(tmp_path):
     all_instructions, placement = plan("1f1b", 2, 4, 1)
     slow = simulate(all_instructions, placement, transfer=1.0)
-    write(slow, ideal_of(slow, all_instructions), tmp_path / "step.json")
+    write(slow, ideal_timeline(slow, all_instructions), tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     titles = [x["args"]["name"] for x in events if x["name"] == "process_name"]
     assert titles == [f"measured: {slow.bubble:.1%} idle", "with instant transfers: 20.0% idle"]
@@ -282,7 +284,7 @@ def test_placement_of_chunks_on_stages():
     v = Placement.v_shaped(3)
     assert v.stage_of_chunk == (0, 1, 2, 2, 1, 0)
     assert v.stage_pairs == [(0, 1), (1, 2)]
-    assert [v.chunks_of(stage) for stage in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [v.get_chunks(stage) for stage in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert [v.stage_after(c) for c in range(6)] == [1, 2, 2, 1, 0, None]
     assert [v.is_local(c) for c in range(6)] == [False, False, True, False, False, False]
     assert Placement((0,)).stage_pairs == []
@@ -304,7 +306,7 @@ def test_neighboring_chunks_on_one_stage_exchange_no_messages():
     assert sends == {(SEND_ACTIVATIONS, 2, 0), (SEND_GRADIENTS, 1, 0)}
     # Chunk 2 starts right after chunk 1, without a transfer.
     timeline = simulate(*plan("v", 2, 2, 2), forward=1.0, backward=2.0, transfer=10.0)
-    starts = {str(event.instruction): event.start for event in timeline.of_stage(1)}
+    starts = {str(event.instruction): event.start for event in timeline.get_stage_events(1)}
     assert starts["F0.2"] == max(starts["F1.1"], starts["F0.1"]) + 1
 
 

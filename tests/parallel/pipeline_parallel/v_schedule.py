@@ -7,7 +7,7 @@ from dtransformer.parallel.schedules.schedules import Schedule
 
 def v_shaped(stage, placement, num_micro_batches):
     """Return all forward passes chunk by chunk, then all backward passes."""
-    chunks, micro_batches = placement.chunks_of(stage), range(num_micro_batches)
+    chunks, micro_batches = placement.get_chunks(stage), range(num_micro_batches)
     return [
         *(Instruction(FORWARD, k, chunk) for chunk in chunks for k in micro_batches),
         *(Instruction(BACKWARD, k, chunk) for chunk in reversed(chunks) for k in micro_batches),

@@ -35,15 +35,15 @@ def test_block_communication_matches_the_formula():
         ]
         assert report.formula[block] == report.summed_elements(block) == 2 * parts * entries
     # The decoder's blocks add up the gradient of the memory, which is sent once.
-    assert [c.elements for c in report.of_layer("AddN")] == [SOURCE]
+    assert [c.elements for c in report.get_layer("AddN")] == [SOURCE]
     expected = {"loss", "accuracy", "head", "encoder", "decoder", "AddN"}
     assert {c.layer.split("/")[0] for c in report.collectives} == expected
     for part in ("loss", "accuracy"):
-        assert report.of_layer(part)
-        assert all(c.elements == ROWS * TARGET_LENGTH for c in report.of_layer(part)), part
+        assert report.get_layer(part)
+        assert all(c.elements == ROWS * TARGET_LENGTH for c in report.get_layer(part)), part
     assert sent_collectives(report, "head") == [("backward", "all-reduce", TARGET)]
     assert {(c.over, c.group_size) for c in report.collectives} == {("model", 4)}
-    sent = sum(c.bytes_sent for c in report.of_layer("encoder/block_0"))
+    sent = sum(c.bytes_sent for c in report.get_layer("encoder/block_0"))
     assert sent == 4 * SOURCE * 4 * 2 * 3 // 4, "a ring of four sends 2·3/4 of each tensor"
     text = str(report)
     assert "encoder/block_0/attention" in text and "Theory and measurement by block" in text
@@ -96,7 +96,7 @@ def test_logits_of_a_manual_head_stay_sharded():
     trainer = make_trainer(ManualHead())
     losses(trainer, steps=1)
     report = trainer.communication_report()
-    loss_collectives = [c for part in ("loss", "accuracy") for c in report.of_layer(part)]
+    loss_collectives = [c for part in ("loss", "accuracy") for c in report.get_layer(part)]
     assert loss_collectives and all(c.elements <= ROWS * TARGET_LENGTH for c in loss_collectives)
     # The largest all-reduce sums the input gradients over the vocabulary shards.
     assert max(c.elements for c in report.collectives) <= TARGET

@@ -39,8 +39,8 @@ def test_shard_method_overrides_rules_of_one_layer():
     assert not any(block.feed_forward.mapping_kernel.specs)
     assert any(model.transformer.decoder.blocks[0].feed_forward.mapping_kernel.specs)
     report = trainer.communication_report()
-    assert not report.of_layer("encoder/block_0/feed_forward")
-    assert len(report.of_layer("decoder/block_0/feed_forward")) == 2
+    assert not report.get_layer("encoder/block_0/feed_forward")
+    assert len(report.get_layer("decoder/block_0/feed_forward")) == 2
     raises(ValueError, ["before `build`"], lambda: block.feed_forward.shard(mlp=None))
     raises(ValueError, ["'mpl'"], lambda: layers.FeedForward(8, 8).shard(mpl=None))
     raises(ValueError, ["'stage'"], lambda: layers.FeedForward(8, 8).shard(mlp="stage"))

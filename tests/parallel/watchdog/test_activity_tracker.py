@@ -11,7 +11,7 @@ from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 
 def test_outer_wait_is_reported_with_its_ranks():
     recorder = ActivityTracker()
-    with recorder.doing("validating"), recorder.waiting("the barrier", [1, 2]):
+    with recorder.record_activity("validating"), recorder.waiting("the barrier", [1, 2]):
         with recorder.waiting("an all-reduce", [1]):
             told = recorder.activity()
     assert str(told).endswith("step 0, waiting in the barrier for ranks 1, 2")
@@ -31,7 +31,7 @@ def test_saving_rank_reports_the_wait_of_its_writer_thread(kind, expected):
     thread = threading.Thread(target=write)
     thread.start()
     enters.wait(10)
-    with tracker.doing(kind):
+    with tracker.record_activity(kind):
         assert tracker.activity().waits_in == expected
     leaves.set()
     thread.join()

@@ -64,7 +64,7 @@ def watch_until(seconds, activities, silent=(), size=3, begin=0.0):
                 current = dataclasses.replace(activity, seconds=now - begin)
                 if activity.waits_in:
                     current = dataclasses.replace(current, waited=now - begin)
-                watch.heard(rank, now, current)
+                watch.record_message(rank, now, current)
         verdict = watch.verdict(now)
         if verdict is not None:
             return verdict, now - begin
@@ -130,46 +130,46 @@ def test_idle_program_is_not_stopped():
 
 def test_lost_rank_is_named_immediately():
     watch = Watch(range(2), STALL, 0.0)
-    watch.heard(1, 0.5, step(5))
-    watch.lost(1)
+    watch.record_message(1, 0.5, step(5))
+    watch.record_disconnect(1)
     verdict = watch.verdict(1.0)
     assert verdict.ranks == (1,) and "ended in step 5" in verdict.cause and not verdict.waits
-    watch.left(0, "an error that came of it")
+    watch.record_exit(0, "an error that came of it")
     assert watch.verdict(2.0) is verdict, "the first verdict is final"
 
 
 def test_lost_rank_is_reported_in_the_newest_step():
     """The last heartbeat may be many short steps old."""
     watch = Watch(range(2), STALL, 0.0)
-    watch.heard(1, 0.5, Activity("callbacks", 101))
-    watch.lost(1, 110)
+    watch.record_message(1, 0.5, Activity("callbacks", 101))
+    watch.record_disconnect(1, 110)
     assert "ended in step 110: " in watch.verdict(1.0).cause
 
 
 def test_failed_rank_reports_its_error():
     watch = Watch(range(2), STALL, 0.0)
-    watch.heard(1, 0.5, step(5))
-    watch.left(1, "ValueError: no such column")
-    watch.lost(1)  # the connection ends with the process
+    watch.record_message(1, 0.5, step(5))
+    watch.record_exit(1, "ValueError: no such column")
+    watch.record_disconnect(1)  # the connection ends with the process
     verdict = watch.verdict(1.0)
     assert verdict == Verdict((1,), "failed in step 5: ValueError: no such column", waits=True)
 
 
 def test_rank_that_left_is_not_reported():
     watch = Watch(range(2), STALL, 0.0)
-    watch.left(1)
-    watch.lost(1)
+    watch.record_exit(1)
+    watch.record_disconnect(1)
     for now in range(1, 200):
-        watch.heard(0, now, Activity("callbacks", 9, now))
+        watch.record_message(0, now, Activity("callbacks", 9, now))
         assert watch.verdict(now) is None
 
 
 def test_waiting_for_a_rank_that_left_ends_the_job():
     watch = Watch(range(2), STALL, 0.0)
-    watch.heard(1, 0.5, Activity("outside", 6))
-    watch.left(1)
+    watch.record_message(1, 0.5, Activity("outside", 6))
+    watch.record_exit(1)
     for now in range(1, 60):
-        watch.heard(0, now, step(7, now))
+        watch.record_message(0, now, step(7, now))
         verdict = watch.verdict(now)
     assert verdict.ranks == (1,) and "left the job while others wait" in verdict.cause
 

@@ -25,7 +25,7 @@ WHOLE = {"optimizer_shard_partition": "whole", "optimizer_shard": 2}
 
 
 def plan(num_shards=4, weights=WEIGHTS, **fields):
-    return Partition.of(weights, TransformerOpParallelConfig(**fields), num_shards)
+    return Partition.from_weights(weights, TransformerOpParallelConfig(**fields), num_shards)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

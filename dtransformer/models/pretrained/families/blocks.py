@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 
-from dtransformer.block_forms import arguments_of_block, shortest_pattern
+from dtransformer.block_forms import get_block_arguments, shortest_pattern
 from dtransformer.errors import InputError
 from dtransformer.layers.rotary import ntk_base
 from dtransformer.models.pretrained.families.keys import head_size, unsupported_argument
@@ -312,7 +312,7 @@ class Blocks:
         Raises:
             InputError: If no config of the family can represent the blocks.
         """
-        blocks = [arguments_of_block(arguments, i) for i in range(arguments["num_layers"])]
+        blocks = [get_block_arguments(arguments, i) for i in range(arguments["num_layers"])]
         fields = self.windows.to_hf(blocks)
         rotary_fields = self.rotary.to_hf(blocks)
         self._check_norms(blocks)

@@ -71,7 +71,7 @@ class _Latents:
         Raises:
             InputError: If the network has no latents, or an unsupported query factor.
         """
-        latent = Latent.of(arguments["latent"])
+        latent = Latent.from_sizes(arguments["latent"])
         size = arguments["head_dim"]
         if latent is None:
             raise InputError(

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from dtransformer.errors import InputError
-from dtransformer.models.base import first_given, get_moe_config
+from dtransformer.models.base import get_moe_config, value_or_default
 from dtransformer.models.pretrained.families.blocks import Blocks, Rotary, Windows
 from dtransformer.models.pretrained.families.family import Family, FileNames, llama_keys
 from dtransformer.models.pretrained.families.keys import (
@@ -50,7 +50,7 @@ class Experts:
             fields |= key.from_hf(config)
         # `transformers` adds the loss only with `output_router_logits`.
         if self.aux_loss is not None:
-            factor = first_given(config.get(_COEFFICIENT), self.aux_loss)
+            factor = value_or_default(config.get(_COEFFICIENT), self.aux_loss)
             fields["aux_loss_factor"] = factor if config.get("output_router_logits") else 0.0
         return {"moe_config": MoEConfig(**fields)}
 
@@ -124,7 +124,7 @@ class FirstDenseBlocks:
 
     def from_hf(self, config: Mapping) -> list[bool]:
         """Return for each block of a config whether it has experts."""
-        num_dense = first_given(config.get("first_k_dense_replace"), self.default)
+        num_dense = value_or_default(config.get("first_k_dense_replace"), self.default)
         return [index >= num_dense for index in range(config["num_hidden_layers"])]
 
     def to_hf(self, has_experts: Sequence[bool]) -> dict:

@@ -218,7 +218,7 @@ class Family:
 
     def tensors(self, arguments: Mapping) -> list[StoredTensor]:
         """Return the `StoredTensor`s in a file of a network, with names without `prefix`."""
-        shapes = weight_shapes.of_network(self.network, arguments)
+        shapes = weight_shapes.network_shapes(self.network, arguments)
         tensors = stored_tensors(self.weight_names(arguments), shapes)
         if not self.is_interleaved:
             return tensors

@@ -6,8 +6,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtransformer.errors import InputError, shown
-from dtransformer.models.base import first_given
+from dtransformer.errors import InputError, short_repr
+from dtransformer.models.base import value_or_default
 
 _REQUIRED = object()
 # Names of activations in configs of `transformers` -> names here.
@@ -89,10 +89,12 @@ class Key:
         if value is None and not is_required and not is_null:
             value = self.default(config) if callable(self.default) else self.default
         for key in self.equal_keys:
-            other = config[key] if self.needs_equal_keys else first_given(config.get(key), value)
+            other = (
+                config[key] if self.needs_equal_keys else value_or_default(config.get(key), value)
+            )
             if other != value:
                 raise InputError(
-                    f"`{self.key}={shown(value)}` and `{key}={shown(other)}` must be equal."
+                    f"`{self.key}={short_repr(value)}` and `{key}={short_repr(other)}` must be equal."
                 )
         return dict.fromkeys(self.arguments, self.to_argument(value))
 
@@ -137,7 +139,7 @@ def activation(name: str) -> str:
     """
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise InputError(
-            f"The activation must be one of {', '.join(_ACTIVATIONS)}, got {shown(name)}."
+            f"The activation must be one of {', '.join(_ACTIVATIONS)}, got {short_repr(name)}."
         )
     return _ACTIVATIONS[name]
 
@@ -196,7 +198,7 @@ def choice(key: str, argument: str, default: Any, values: Mapping) -> Key:
 
     def to_argument(value):
         if value not in [*values]:
-            raise InputError(f"`{key}` must be one of {[*values]}, got {shown(value)}.")
+            raise InputError(f"`{key}` must be one of {[*values]}, got {short_repr(value)}.")
         return values[value]
 
     def to_config(value):
@@ -231,10 +233,10 @@ class PositionsAfterPadding:
         Raises:
             InputError: If the config has no padding id.
         """
-        pad_id = first_given(config.get("pad_token_id"), self.default)
+        pad_id = value_or_default(config.get("pad_token_id"), self.default)
         if pad_id is None:
             raise InputError("The field `pad_token_id` is missing. Positions start after it.")
-        length = first_given(config.get("max_position_embeddings"), self.length)
+        length = value_or_default(config.get("max_position_embeddings"), self.length)
         if self.counts_padding:
             length -= pad_id + 1
         return {"position_offset": pad_id + 1, "max_length": length}

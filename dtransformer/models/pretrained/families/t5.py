@@ -8,8 +8,8 @@ Reference:
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from dtransformer.errors import InputError, shown
-from dtransformer.models.base import first_given
+from dtransformer.errors import InputError, short_repr
+from dtransformer.models.base import value_or_default
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families.bart import TABLE_COPIES
 from dtransformer.models.pretrained.families.family import Family, FileNames
@@ -37,11 +37,12 @@ class _FeedForward:
         Raises:
             InputError: If the layer is unknown.
         """
-        value = first_given(config.get("feed_forward_proj"), self.default)
+        value = value_or_default(config.get("feed_forward_proj"), self.default)
         *gate, name = value.split("-")
         if gate not in ([], ["gated"]):
             raise InputError(
-                f"`feed_forward_proj` must be an activation or 'gated-ACTIVATION', got {shown(value)}."
+                "`feed_forward_proj` must be an activation or 'gated-ACTIVATION', got "
+                f"{short_repr(value)}."
             )
         if gate and name == "gelu":
             name = "gelu_new"  # The first T5 1.1 configs mean the tanh approximation.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import keras
 
-from dtransformer.errors import InputError, check_int, shown
+from dtransformer.errors import InputError, check_int, short_repr
 from dtransformer.layers.heads import LabelHead, PoolingHead, SequenceHead, TokenHead
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
@@ -72,7 +72,7 @@ class TaskHead:
 
     def tensors(self, head: LabelHead) -> list[StoredTensor]:
         """Return the `StoredTensor`s of a head."""
-        shapes = weight_shapes.of_layer(head, (None, None, 1))
+        shapes = weight_shapes.layer_shapes(head, (None, None, 1))
         weights = {f"head/{path}": shape for path, shape in shapes.items()}
         names = {hf_name: f"head/{path}" for hf_name, path in self.dense.items()}
         return stored_tensors(names, weights)
@@ -174,7 +174,7 @@ def with_stored_head(network: TokenModel, config: Mapping, folder: pathlib.Path)
     architectures = config.get("architectures") or [""]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise InputError(
-            f"{folder}: `architectures` must be a list of names, got {shown(architectures)}."
+            f"{folder}: `architectures` must be a list of names, got {short_repr(architectures)}."
         )
     name = architectures[0]
     ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
@@ -225,7 +225,7 @@ def read_labels(config: Mapping, folder: pathlib.Path) -> list[str]:
         return default_labels(min(check_int(f"{folder}: num_labels", num_labels), _MAX_LABELS))
     if not isinstance(names, dict) or not all(key.isdigit() for key in names):
         raise InputError(
-            f"{folder}: `id2label` must be a dict from indices to names, got {shown(names)}."
+            f"{folder}: `id2label` must be a dict from indices to names, got {short_repr(names)}."
         )
     return [str(names[key]) for key in sorted(names, key=int)]
 

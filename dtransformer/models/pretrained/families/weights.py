@@ -236,7 +236,7 @@ def with_rotary_order(
     """
     path = re.sub("_(kernel|bias)$", "", tensor.weights[0])
     features = shapes[tensor.weights[0]][-1]
-    latent = Latent.of(arguments.get("latent"))
+    latent = Latent.from_sizes(arguments.get("latent"))
     order = None
     if latent is not None:
         num_plain = features - latent.rotary_dim

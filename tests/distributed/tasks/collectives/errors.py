@@ -202,5 +202,5 @@ def groups_are_created_once():
     expect(first.process_set is reversed_group.process_set, "one process set serves both orders")
     expect(first.index == (rank if rank < 2 else None), f"got {first.index}")
     expect(reversed_group.index == (1 - rank if rank < 2 else None), f"got {reversed_group.index}")
-    expect(job.whole_job() is job.new_group(range(n)), "the whole job is one group")
-    expect(job.whole_job().size == n and job.whole_job().index == rank, "the whole job")
+    expect(job.world_group() is job.new_group(range(n)), "the whole job is one group")
+    expect(job.world_group().size == n and job.world_group().index == rank, "the whole job")

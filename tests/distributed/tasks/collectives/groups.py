@@ -9,7 +9,7 @@ from dtransformer.parallel.runtime import job
 def all_groups():
     """Return a group of all ranks and groups with other orders, identical on every rank."""
     orders = {2: [(1, 0)], 3: [(2, 0), (1, 2, 0)], 4: [(3, 1), (2, 0, 3, 1)]}[job.size()]
-    groups = [job.whole_job(), *map(job.new_group, orders)]
+    groups = [job.world_group(), *map(job.new_group, orders)]
     for group in groups:
         job.new_group((group.ranks[0], group.ranks[-1]))  # `send` and `recv` need groups of two.
     return groups

@@ -52,7 +52,7 @@ def compare(name, cases, group, how):
 
 def check_forward(name, how):
     for group in my_groups():
-        is_world_group = group is job.whole_job()
+        is_world_group = group is job.world_group()
         cases = [
             (shape, "float32", arguments)
             for shape in (SHAPES if is_world_group and how is eager else SHAPES[-1:])
@@ -143,7 +143,10 @@ def flat_shards_of_every_float_in_every_order():
             local_tensors = [tf.constant(x[group.index]) for x in xs]
             name = f"{'_'.join(map(str, group.ranks))}_{dtype}"
             last = group.size - 1  # The first and the last rank own one tensor each.
-            owners = [Division.whole(15, group.size, 0), Division.whole(4, group.size, last)]
+            owners = [
+                Division.single_owner(15, group.size, 0),
+                Division.single_owner(4, group.size, last),
+            ]
 
             @compiled
             def shards_and_sums(local_tensors):
@@ -160,7 +163,7 @@ def flat_shards_of_every_float_in_every_order():
 
             shards, *results = shards_and_sums(local_tensors)
             for shard, total in zip(shards, sums):
-                expected = flat_shards.own_shard(tf.constant(total), group)
+                expected = flat_shards.get_local_shard(tf.constant(total), group)
                 expect_equal(shard, expected.numpy(), f"the shard in {group.ranks}, {dtype}")
             for result in results:
                 for actual, total in zip(result, sums):

@@ -8,7 +8,7 @@ import keras
 def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable, object]]) -> None:
     """Exclude parts of weights from weight decay if the user excluded the weights.
 
-    For the reason, see `known_as`.
+    For the reason, see `with_variable_key`.
 
     Args:
         optimizer: Keras optimizer that is not built.
@@ -20,7 +20,7 @@ def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable,
             excluded.add(optimizer._var_key(part))
 
 
-def learning_rate_of(optimizer: keras.optimizers.Optimizer):
+def get_learning_rate(optimizer: keras.optimizers.Optimizer):
     """Return an optimizer's learning rate: a variable, a schedule or a function.
 
     The public property evaluates schedules and functions. Unnecessary if Keras returned the object.
@@ -29,7 +29,7 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer):
 
 
 @contextlib.contextmanager
-def meanwhile(owner: object, **attributes):
+def patched(owner: object, **attributes):
     """Context manager that temporarily sets attributes of an object, without Keras' tracking.
 
     Unnecessary if Keras' methods accepted these values as arguments.
@@ -46,7 +46,7 @@ def meanwhile(owner: object, **attributes):
 
 
 def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) -> dict:
-    """Return attributes for `meanwhile` that multiply an optimizer's learning rate by `factor`.
+    """Return attributes for `patched` that multiply an optimizer's learning rate by `factor`.
 
     Unnecessary if Keras' optimizers had groups of weights.
     """
@@ -60,7 +60,7 @@ def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) ->
     return {"_learning_rate": product}
 
 
-def averages_of(optimizer: keras.optimizers.Optimizer) -> list:
+def get_moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
     """Return a built optimizer's moving averages, or an empty list without `use_ema`.
 
     Unnecessary if they were public.
@@ -68,35 +68,38 @@ def averages_of(optimizer: keras.optimizers.Optimizer) -> list:
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
-def averaging_alone(
-    optimizer: keras.optimizers.Optimizer, numbers: list[int], variables: list
+def average_only(
+    optimizer: keras.optimizers.Optimizer, indices: list[int], variables: list
 ) -> dict:
-    """Return attributes for `meanwhile` that restrict `use_ema` to some of the variables.
+    """Return attributes for `patched` that restrict `use_ema` to some of the variables.
 
     The dict is empty without `use_ema`. Unnecessary if `apply` averaged only the variables that it
     receives.
 
     Args:
         optimizer: Built Keras optimizer.
-        numbers: Indices of the variables in the order of the build.
+        indices: Indices of the variables in the order of the build.
         variables: Objects that replace these variables.
     """
-    averages = averages_of(optimizer)
+    averages = get_moving_averages(optimizer)
     if not averages:
         return {}
-    selected = [averages[i] for i in numbers]
+    selected = [averages[i] for i in indices]
     return {"_trainable_variables": variables, "_model_variables_moving_average": selected}
 
 
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
-    """Return whether an optimizer applies weight decay to a variable. For the reason, see `known_as`."""
+    """Return whether an optimizer applies weight decay to a variable.
+
+    For the reason, see `with_variable_key`.
+    """
     return bool(optimizer._use_weight_decay(variable))
 
 
-def knows(optimizer: keras.optimizers.Optimizer, variable) -> bool:
+def has_variable(optimizer: keras.optimizers.Optimizer, variable) -> bool:
     """Return whether an optimizer was built with a variable of this key and shape.
 
-    For the reason, see `known_as`.
+    For the reason, see `with_variable_key`.
     """
     index = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
     variables = optimizer._trainable_variables

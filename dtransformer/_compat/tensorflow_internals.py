@@ -63,7 +63,7 @@ def is_compiled_by_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-def called_by_shapes(function) -> Callable:
+def cache_by_shapes(function) -> Callable:
     """Return a `tf.function` with much faster calls after the first one.
 
     Calls select the trace by shapes and dtypes only. `tf.function` binds and compares every
@@ -91,7 +91,7 @@ def called_by_shapes(function) -> Callable:
     return call
 
 
-def call_of_function(thread: int) -> tuple | None:
+def current_function_call(thread: int) -> tuple | None:
     """Return a key and the location of a thread's current call of a TensorFlow function.
 
     The key differs between calls. Unnecessary if a function could report that it waits.
@@ -133,7 +133,7 @@ def function_def(name: str):
 
 
 @contextlib.contextmanager
-def graphs_collected():
+def collect_graphs():
     """Context manager that yields a list and fills it with optimized graphs on exit.
 
     These are the graphs of functions that first run inside. Only they contain XLA's clusters.
@@ -149,7 +149,7 @@ def graphs_collected():
         context.context().disable_graph_collection()
 
 
-def graph_of_function(graph: tf.Graph, name: str) -> tf.Graph | None:
+def get_function_graph(graph: tf.Graph, name: str) -> tf.Graph | None:
     """Return the graph of a function that a graph calls, or `None` if it is unknown.
 
     The functions in `as_graph_def` lack the shapes of their results. Unnecessary if they had them.
@@ -247,7 +247,7 @@ def barrier(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     return xla.optimization_barrier(*tensors)
 
 
-def constants_are_copied() -> contextlib.AbstractContextManager:
+def copy_constants() -> contextlib.AbstractContextManager:
     """Return a context manager that makes traced gradient functions copy their constants.
 
     TensorFlow passes the forward pass's constants, such as a transpose's permutation, as arguments.
@@ -265,7 +265,7 @@ def constants_are_copied() -> contextlib.AbstractContextManager:
     return _patched_captures(copied)
 
 
-def captures_replaced(replace: Callable) -> contextlib.AbstractContextManager:
+def replace_captures(replace: Callable) -> contextlib.AbstractContextManager:
     """Return a context manager that makes traced functions capture `replace(tensor)`.
 
     Only eager tensors are replaced. DTensor requires captured tensors on the mesh, except scalars.

@@ -27,7 +27,7 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
-from dtransformer._compat.of_optimizers import meanwhile
+from dtransformer._compat.optimizer_internals import patched
 
 _KERAS_PREFIX = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
 
@@ -80,7 +80,7 @@ def variable_key(variable: tf.Variable) -> str:
     return variable._unique_id
 
 
-def known_as(value: tf.Tensor, name: str) -> tf.Tensor:
+def with_variable_key(value: tf.Tensor, name: str) -> tf.Tensor:
     """Return `value`, marked with the key of the variable that Keras' optimizers should see.
 
     Optimizers look up the tensor inside a Keras variable, and a sharded variable returns a new
@@ -107,7 +107,7 @@ def without_values():
         global_state.set_global_attribute(name, previous)
 
 
-def makes_values() -> bool:
+def initializes_variables() -> bool:
     """Return whether new variables are initialized, which `without_values` prevents.
 
     Unnecessary if the current `keras.StatelessScope` were public.
@@ -128,12 +128,12 @@ def flat_layers(layer: keras.layers.Layer, include_self=True, recursive=True) ->
     return layer._flatten_layers(include_self=include_self, recursive=recursive)
 
 
-def own_variables(layer: keras.layers.Layer) -> list:
+def direct_variables(layer: keras.layers.Layer) -> list:
     """Return a layer's variables without its sublayers' variables. For the reason, see `flat_layers`."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
-def own_trainable_variables(layer: keras.layers.Layer) -> list:
+def direct_trainable_variables(layer: keras.layers.Layer) -> list:
     """Return the layer's variables that were created as trainable, frozen or not.
 
     For the reason, see `flat_layers`.
@@ -141,7 +141,7 @@ def own_trainable_variables(layer: keras.layers.Layer) -> list:
     return list(layer._trainable_variables)
 
 
-def take_weights(layer: keras.layers.Layer) -> None:
+def unlock_layer(layer: keras.layers.Layer) -> None:
     """Unlock a built layer, so that it can add weights or be built again.
 
     A pipeline stage may discover after the build that it needs a copy of another stage's table.
@@ -178,7 +178,7 @@ def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callab
 
     Args:
         layer: The layer.
-        variable: A variable from `own_variables`.
+        variable: A variable from `direct_variables`.
         read: Function `(shape, dtype) -> tensor` that replaces reads of the value.
     """
     layer._untrack_variable(variable)
@@ -213,7 +213,7 @@ def adds_losses(layer: keras.layers.Layer) -> bool:
     return bool(layer._loss_ids)
 
 
-def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
+def get_keras_mask(tensor: tf.Tensor) -> tf.Tensor | None:
     """Return the mask that a Keras layer attached to its result, or `None`.
 
     Unnecessary if Keras had a public function to read the mask of `keras.layers.Masking`'s
@@ -223,23 +223,26 @@ def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
 
 
 def with_mask(tensor: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-    """Return the tensor with a mask for the next layer or loss. For the reason, see `mask_of`."""
+    """Return the tensor with a mask for the next layer or loss. For the reason, see `get_keras_mask`."""
     tensor._keras_mask = mask
     return tensor
 
 
-def masks_of(tensors) -> dict[int, tf.Tensor]:
+def get_keras_masks(tensors) -> dict[int, tf.Tensor]:
     """Return the masks of nested tensors as a dict by flat index, without tensors that have none.
 
     Masks are attributes and get lost when tensors enter or leave a function or are sent.
-    For the reason, see `mask_of`.
+    For the reason, see `get_keras_mask`.
     """
-    masks = {i: mask_of(x) for i, x in enumerate(tf.nest.flatten(tensors))}
+    masks = {i: get_keras_mask(x) for i, x in enumerate(tf.nest.flatten(tensors))}
     return {i: mask for i, mask in masks.items() if mask is not None}
 
 
 def with_masks(tensors, masks: dict[int, tf.Tensor]):
-    """Return nested tensors with the masks from `masks_of`. For the reason, see `mask_of`."""
+    """Return nested tensors with the masks from `get_keras_masks`.
+
+    For the reason, see `get_keras_mask`.
+    """
     flat = tf.nest.flatten(tensors)
     for i, mask in masks.items():
         flat[i] = with_mask(tf.identity(flat[i]), mask)
@@ -364,7 +367,7 @@ class ShuffleOrder:
 
     def for_py_datasets(self) -> contextlib.AbstractContextManager:
         """Inside the `with` block Keras shuffles the batches of a `PyDataset` in this order."""
-        return meanwhile(py_dataset_adapter, random=self)
+        return patched(py_dataset_adapter, random=self)
 
     def adapter(self, x, y, sample_weight, *options):
         """Return a Keras adapter with this order of rows, or `x` if the data are not arrays.
@@ -376,7 +379,7 @@ class ShuffleOrder:
         if not array_data_adapter.can_convert_arrays((x, y, sample_weight)):
             return x
         adapter = array_data_adapter.ArrayDataAdapter(x, y, sample_weight, *options)
-        with meanwhile(tf.random, shuffle=self._shuffled):  # Only Keras' code runs in here.
+        with patched(tf.random, shuffle=self._shuffled):  # Only Keras' code runs in here.
             dataset = adapter.get_tf_dataset()
 
         def get_tf_dataset():
@@ -392,7 +395,7 @@ class ShuffleOrder:
         return tf.ensure_shape(order, indices.shape)
 
 
-def told_as_it_is(call: Callable) -> Callable:
+def keep_error_messages(call: Callable) -> Callable:
     """Decorate a layer's `call` or `__call__` so that Keras does not extend this library's errors.
 
     Keras appends a line per argument to errors in a call, unless the error is marked as extended.
