@@ -8,7 +8,7 @@ from dtransformer.trainers import Trainer
 from harness.runs import Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS
 from tests.distributed.tasks import hub_tasks
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 pytest.importorskip("keras_hub", reason="the package keras-hub is not installed")
 TASKS = "tests.distributed.tasks.hub_tasks:"
@@ -30,36 +30,38 @@ def kind_of(run):
     return Run.from_name(run).task.removeprefix(TASKS)
 
 
-@each(RUNS, LONG, lambda run: [one_process(run)])
-def test_losses_and_accuracies_are_those_of_keras(run, ranks_of):
-    (expected,) = ranks_of(one_process(run))
+@parametrize_runs(RUNS, LONG, lambda run: [one_process(run)])
+def test_losses_and_accuracies_are_those_of_keras(run, rank_results):
+    (expected,) = rank_results(one_process(run))
     assert len(set(expected["losses"])) == hub_tasks.STEPS
-    for rank in ranks_of(run):
+    for rank in rank_results(run):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["accuracies"], expected["accuracies"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["outputs"], expected["outputs"], rtol=0, atol=PARITY_LOGITS)
         assert rank["weights"] == expected["weights"]
 
 
-@each(RUNS, LONG, lambda run: [one_process(run)])
-def test_first_and_last_stage_have_the_table(run, ranks_of):
-    first, last = ranks_of(run)[0]["stages"]
+@parametrize_runs(RUNS, LONG, lambda run: [one_process(run)])
+def test_first_and_last_stage_have_the_table(run, rank_results):
+    first, last = rank_results(run)[0]["stages"]
     assert sum("token_embedding" in name for name in first) == 1
     assert sum("token_embedding" in name or "masked_lm_head" in name for name in last) >= 1
 
 
-@each(RUNS, LONG, lambda run: [one_process(run)])
-def test_a_checkpoint_of_one_process_is_restored_in_the_pipeline(run, ranks_of):
-    (expected,) = ranks_of(one_process(run))
-    for rank in ranks_of(run):
+@parametrize_runs(RUNS, LONG, lambda run: [one_process(run)])
+def test_a_checkpoint_of_one_process_is_restored_in_the_pipeline(run, rank_results):
+    (expected,) = rank_results(one_process(run))
+    for rank in rank_results(run):
         np.testing.assert_allclose(rank["restored"], expected["outputs"], atol=PARITY_LOSS)
 
 
-@each(RUNS, LONG, lambda run: [one_process(run)])
-def test_a_checkpoint_of_the_pipeline_has_one_table_and_is_restored_in_one_process(run, ranks_of):
-    ranks = ranks_of(run)
+@parametrize_runs(RUNS, LONG, lambda run: [one_process(run)])
+def test_a_checkpoint_of_the_pipeline_has_one_table_and_is_restored_in_one_process(
+    run, rank_results
+):
+    ranks = rank_results(run)
     kind, layout = kind_of(run), Run.from_name(run).layout
-    path = hub_tasks.checkpoint_of(ranks_of.folder, kind, layout.name)
+    path = hub_tasks.checkpoint_of(rank_results.folder, kind, layout.name)
     tables = [
         name
         for name, _ in tf.train.list_variables(str(path))

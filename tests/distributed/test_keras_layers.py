@@ -12,7 +12,7 @@ from harness.keras_networks import HUB_NETWORKS, KERAS_NETWORKS
 from harness.runs import Run
 from harness.tolerances import PARITY_LOSS
 from tests.distributed.tasks.keras_layers import QUICK_STEPS, STEPS
-from tests.shared_runs import each
+from tests.shared_runs import parametrize_runs
 
 TASKS = "tests.distributed.tasks.keras_layers:"
 LAYOUTS = """
@@ -45,10 +45,10 @@ def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-def check_run(run, ranks_of, steps):
-    (expected,) = ranks_of(one_process(run))
+def check_run(run, rank_results, steps):
+    (expected,) = rank_results(one_process(run))
     assert len(set(expected["losses"])) == steps
-    for rank in ranks_of(run):
+    for rank in rank_results(run):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["accuracies"], expected["accuracies"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
@@ -58,17 +58,17 @@ def check_run(run, ranks_of, steps):
             assert rank["bytes_per_device"] <= 0.55 * expected["bytes"]
 
 
-@each(QUICK_RUNS, reads=lambda run: [one_process(run)])
-def test_five_steps_match_keras(run, ranks_of):
-    check_run(run, ranks_of, QUICK_STEPS)
+@parametrize_runs(QUICK_RUNS, reads=lambda run: [one_process(run)])
+def test_five_steps_match_keras(run, rank_results):
+    check_run(run, rank_results, QUICK_STEPS)
 
 
-@each(KERAS_RUNS, KERAS_RUNS, lambda run: [one_process(run)])
-def test_twenty_steps_match_keras(run, ranks_of):
-    check_run(run, ranks_of, STEPS)
+@parametrize_runs(KERAS_RUNS, KERAS_RUNS, lambda run: [one_process(run)])
+def test_twenty_steps_match_keras(run, rank_results):
+    check_run(run, rank_results, STEPS)
 
 
 @needs_keras_hub
-@each(HUB_RUNS, HUB_RUNS, lambda run: [one_process(run)])
-def test_twenty_steps_of_keras_hub_match_keras(run, ranks_of):
-    check_run(run, ranks_of, STEPS)
+@parametrize_runs(HUB_RUNS, HUB_RUNS, lambda run: [one_process(run)])
+def test_twenty_steps_of_keras_hub_match_keras(run, rank_results):
+    check_run(run, rank_results, STEPS)
