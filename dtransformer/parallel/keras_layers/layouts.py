@@ -216,10 +216,9 @@ def _published_layouts(backbone, layouts, sizes):
     devices = [f"cpu:{index}" for index in range(sizes.get(_MODEL, 1))]
     device_mesh = keras.distribution.DeviceMesh((1, len(devices)), ("batch", _MODEL), devices)
     published = type(backbone).get_layout_map(device_mesh)
-    layout_map = {
-        pattern: tuple(axis if axis == _MODEL else None for axis in layout.axes)
-        for pattern, layout in published.items()
-    }
+    layout_map = {}
+    for pattern, layout in published.items():
+        layout_map[pattern] = tuple(axis if axis == _MODEL else None for axis in layout.axes)
     weights = _weights(_compat.flat_layers(backbone))
     patterns, _ = match_layouts(layout_map, [weight.path for weight in weights.values()])
     name = f"{type(backbone).__name__}.get_layout_map"
