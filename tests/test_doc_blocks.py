@@ -52,7 +52,16 @@ NOT_RUN = {
     ("pipeline.md", "timeline"): "a pipeline needs several processes; tests/distributed/ covers it",
 }
 # Commands of other packages, and names of files that the reader writes.
-FOREIGN_NAMES = {"lm_eval", "train.py", "layout.py", "score.py", "x.py", "hosts.txt", "git+URL"}
+FOREIGN_NAMES = {
+    "lm_eval",
+    "train.py",
+    "llama.py",
+    "layout.py",
+    "score.py",
+    "x.py",
+    "hosts.txt",
+    "git+URL",
+}
 
 
 def run(page, namespace, small=None):

@@ -128,6 +128,19 @@ def flat_layers(layer: keras.layers.Layer, include_self=True, recursive=True) ->
     return layer._flatten_layers(include_self=include_self, recursive=recursive)
 
 
+def initialize_variable(variable: keras.Variable, initializer: Callable) -> None:
+    """Create a variable's storage again, with new values.
+
+    Layers that have the variable keep it when its class changes. Unnecessary if a Keras layer could
+    replace a weight.
+
+    Args:
+        variable: Keras variable.
+        initializer: Function of a shape and a dtype that returns the value.
+    """
+    variable._initialize_with_initializer(initializer)
+
+
 def direct_variables(layer: keras.layers.Layer) -> list:
     """Return a layer's variables without its sublayers' variables. For the reason, see `flat_layers`."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]

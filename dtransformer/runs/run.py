@@ -130,8 +130,8 @@ def train(
         if plan is not None and job.is_chief():
             write_text_atomically(folder.path / PLAN, plan_to_text(plan) + "\n")
         run = RunIdentity.load(folder.path)
-        write_environment(folder.path, run.files[CONFIG])
         if not (resumes and _has_ended(folder.path, config)):
+            write_environment(folder.path, run.files[CONFIG])
             callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
             context = explained(config, config_path, folder.path, settings)
             with rank_log(folder.path), context:

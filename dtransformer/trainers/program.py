@@ -66,6 +66,11 @@ class Program:
             network, options.objective, options.compiled_metrics is not None, self._states
         )
 
+    def build_network(self):
+        """Build the network under its name, with which the paths of its weights begin."""
+        if not self._network.built:
+            self._network.build()
+
     def build_engine(self, first):
         """Build the engine, and the network with it.
 
@@ -204,8 +209,7 @@ class Program:
 
     def training_state(self):
         """Return the `TrainingState` for checkpoints; build the network and optimizer for it."""
-        if not self._network.built:
-            self._network.build()
+        self.build_network()
         self.build_optimizer()
         return TrainingState(
             network=self._network,

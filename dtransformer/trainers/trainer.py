@@ -556,7 +556,7 @@ class Trainer(keras.Model):
         Raises:
             InputError: If the file is damaged or does not contain the network's weights.
         """
-        self.build()  # Build the network under its name, with which weight paths begin.
+        self._program.build_network()
         if read_class_name(filepath) == type(self).__name__:
             load_weights(super(), filepath, **kwargs)
         else:

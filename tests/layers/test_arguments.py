@@ -164,7 +164,7 @@ def test_invalid_encoder_layers_raise(encoder_layers):
             lambda: layers.PositionEmbedding(4, kind="rotary"),
             "one of learned, sinusoidal.*'rotary'",
         ),
-        (lambda: model_with(positions="rotary"), "one of learned, sinusoidal.*'rotary'"),
+        (lambda: model_with(positions="rotary"), "one of sinusoidal, .*, learned, got 'rotary'"),
         (lambda: model_with(target_vocab_size=9, shared_embeddings=True), "11.*9"),
     ],
 )

@@ -190,11 +190,18 @@ def test_supports_a_single_query():
 
 def test_memory_report_assumes_cudnn_on_gpus(on_gpu):
     with dtype_policy("mixed_bfloat16"):
-        network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0)
+        network = CausalLM(30, hidden_size=16, num_heads=2, num_layers=1, dropout_rate=0.0)
     network.build()
     assert memory._describe_attention(network, tf.TensorShape([2, 8])) == "blocks cudnn"
     num_bytes = memory.activation_bytes(network, tf.TensorShape([2, 8]))
     with dtype_policy("mixed_bfloat16"):
-        network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0, implementation="reference")
+        network = CausalLM(
+            30,
+            hidden_size=16,
+            num_heads=2,
+            num_layers=1,
+            dropout_rate=0.0,
+            implementation="reference",
+        )
     network.build()
     assert num_bytes < memory.activation_bytes(network, tf.TensorShape([2, 8]))

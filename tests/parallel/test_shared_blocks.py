@@ -95,11 +95,11 @@ def test_changed_block_is_traced_separately(change):
 
 def test_only_one_block_is_traced_at_any_depth(monkeypatch):
     calls = []
-    compute = TransformerEncoderLayer._compute
+    compute = TransformerEncoderLayer.feed
     monkeypatch.setattr(
         TransformerEncoderLayer,
-        "_compute",
-        lambda self, *args: calls.append(self.name) or compute(self, *args),
+        "feed",
+        lambda self, *args, **options: calls.append(self.name) or compute(self, *args, **options),
     )
     results(stack(num_layers=6))
     assert calls == ["block_0"]
@@ -111,8 +111,8 @@ def test_blocks_with_stateful_layers_are_not_shared():
             super().add_sublayers()
             self.noise = keras.layers.GaussianNoise(1.0)
 
-        def _compute(self, inputs, mask, training):
-            return super()._compute(self.noise(inputs, training=training), mask, training)
+        def feed(self, inputs, mask=None, training=False, drops=True):
+            return super().feed(self.noise(inputs, training=training), mask, training, drops)
 
     class Stack(TransformerEncoder):
         layer_class = Noisy

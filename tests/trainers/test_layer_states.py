@@ -106,8 +106,8 @@ class Recomputed(TransformerEncoderLayer):
         self.inner = [Seen(), Counts()]
         self.recompute(True)
 
-    def _compute(self, *args, **kwargs):
-        x = super()._compute(*args, **kwargs)
+    def feed(self, *args, **kwargs):
+        x = super().feed(*args, **kwargs)
         for layer in self.inner:
             x = layer(x)
         return x

@@ -95,7 +95,8 @@ def _summary(network, layouts):
         for variable in with_axes
         if "model" in getattr(variable, "specs", ())
     )
+    percent = math.floor(1000 * sharded / total) / 10  # 100 % means all.
     return (
-        f"model_parallel={get_parallel_config().model_parallel} shards {sharded / total:.1%} of the "
+        f"model_parallel={get_parallel_config().model_parallel} shards {percent}% of the "
         f"{total:,} parameters. print(trainer.plan()) lists the replicated weights."
     )

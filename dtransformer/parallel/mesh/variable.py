@@ -127,7 +127,7 @@ def shard_in_place(
     variable.__class__ = MeshVariable
     variable.specs = tuple(specs)
     variable.specs_in_use = tuple(specs_in_use)
-    variable._initialize_with_initializer(lambda shape, dtype: value)
+    _compat.initialize_variable(variable, lambda shape, dtype: value)
 
 
 class _Bounds(tuple):

@@ -217,7 +217,7 @@ def test_invalid_index_raises_an_error(folder):
     [
         ("mamba", {}, "`family` must be one of .*, got 'mamba'"),
         ("bert", {}, "is a CausalLM, but the family 'bert' needs a MaskedLM"),
-        ("gpt2", {}, "`positions='rotary'`, but the family needs `positions='learned'`"),
+        ("gpt2", {}, "`num_kv_heads=2`, but the family needs `num_kv_heads=None`"),
         ("llama", {"window": 3}, "`window=3`, but the family needs `window=None`"),
         (
             "llama",
@@ -425,7 +425,7 @@ def test_invalid_bart_config_raises_an_error(bart, fields, message):
         (
             "marian",
             {},
-            "`positions='learned'`, but the family needs `positions='sinusoidal_paper'`",
+            "`embedding_norm=True`, but the family needs `embedding_norm=False`",
         ),
         (
             "bart",
@@ -503,7 +503,7 @@ def test_invalid_t5_config_raises_an_error(t5, fields, message):
 @pytest.mark.parametrize(
     "family, options, message",
     [
-        ("bart", {}, "`positions='relative'`, but the family needs `positions='learned'`"),
+        ("bart", {}, "`query_scale=1.0`, but the family needs `query_scale=None`"),
         ("t5", {"query_scale": None}, "`query_scale=None`, but the family needs `query_scale=1.0`"),
         ("t5", {"use_bias": True}, "`use_bias=True`, but the family needs `use_bias=False`"),
         ("t5", {"attention_dropout_rate": 0.3}, "'attention_dropout_rate': 0.3"),
