@@ -53,6 +53,7 @@ class Program:
         self._states = LayerStates()
         self._weights = None
         self._resumed = None
+        self._is_sharded = False
         self.engine = None
         self.optimizer_step = None
         self.runner = None
@@ -97,12 +98,19 @@ class Program:
         compile_checks.check_weights_unchanged(self._network, self._weights)
         if is_new and job.mesh() is not None:
             check_rules(self._network)
-            shard_keras_layers(self._network)
+        self._shard_weights()
         return self.engine
+
+    def _shard_weights(self):
+        """Shard the weights of Keras' layers, once, before the optimizer is built for them."""
+        if not self._is_sharded and job.mesh() is not None:
+            self._is_sharded = True
+            shard_keras_layers(self._network)
 
     def build_optimizer(self):
         """Build the optimizer step, once, for a built network."""
         if self.optimizer_step is None:
+            self._shard_weights()
             weights = self._network.trainable_variables
             self.optimizer_step = ShardedOptimizer(
                 self._options.optimizer,
