@@ -558,6 +558,7 @@ class Trainer(keras.Model):
         """
         self._program.build_network()
         if read_class_name(filepath) == type(self).__name__:
+            self.build()
             load_weights(super(), filepath, **kwargs)
         else:
             self._files.load_weights(filepath, **kwargs)

@@ -29,7 +29,9 @@ def runs_of(networks):
         f"{TASKS}{network}/{layout}"
         for network in networks
         for layout in LAYOUTS
-        if "pp2" not in layout or network in IN_PIPELINES
+        if ("pp2" not in layout or network in IN_PIPELINES)
+        # Data shards would compute different means in the ResNet's BatchNormalization.
+        and not (network == "resnet" and "dp2" in layout)
     ]
 
 
@@ -55,7 +57,9 @@ def check_run(run, rank_results, steps):
         np.testing.assert_allclose(rank["outputs"], expected["outputs"], atol=PARITY_LOSS)
         layout = Run.from_name(run).layout
         if layout.model == 2 and layout.stages == 1 and "resnet" not in run:
-            assert rank["bytes_per_device"] <= 0.55 * expected["bytes"]
+            # BERT's tables of positions and token types are replicated.
+            max_share = 0.57 if ":bert/" in run else 0.55
+            assert rank["bytes_per_device"] <= max_share * expected["bytes"]
 
 
 @parametrize_runs(QUICK_RUNS, reads=lambda run: [one_process(run)])

@@ -103,7 +103,7 @@ def run_block(
         recompute: `TransformerRecomputeConfig` of the block.
     """
     layers = EqualLayers([block])
-    weights = UnitWeights.get_layer(block)
+    weights = UnitWeights.from_layer(block)
     leaves = tf.nest.flatten(masks)
     constants = [current_dropout_seed(), pack_ids(layers.random_ids())]
     constants += [x for x in leaves if x is not None]
@@ -159,7 +159,7 @@ class UnitWeights:
             self._names.append(unsharding.next_name(variable.path) if is_sharded else None)
 
     @classmethod
-    def of_layer(cls, layer: keras.layers.Layer) -> "UnitWeights":
+    def from_layer(cls, layer: keras.layers.Layer) -> "UnitWeights":
         """Return the weights of a layer and its sublayers, each in its layer's compute dtype."""
         shards = {}
         for sublayer in _compat.flat_layers(layer):  # Sublayers follow the layer.
