@@ -16,7 +16,7 @@ _MAX_NAME = 100
 # Values are not converted silently: "1" is not an integer, and 1 is not a boolean.
 STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-# Types of pydantic's errors, and what they require.
+# Types of pydantic's errors, and the required values.
 _EXPECTED = {
     "string_type": "must be text (put it in quotes)",
     "string_pattern_mismatch": "must match the pattern {pattern}",

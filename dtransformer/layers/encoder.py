@@ -320,10 +320,9 @@ class TransformerEncoderLayer(TransformerBlock):
 
         See `MultiHeadAttention.prefill` for the arguments and the returned tuple.
         """
-        start_unit(inputs, self.variables)
-        x = self.sublayer_input("attention", inputs)
-        y, cache = self.attention.prefill(x, capacity, attention_mask, **options)
-        return self._add_sublayers(inputs, x, y, drops=False), cache
+        return self._attend_with_cache(
+            self.attention.prefill, inputs, capacity, attention_mask, **options
+        )
 
     @decoding_method
     def decode_step(
@@ -333,9 +332,13 @@ class TransformerEncoderLayer(TransformerBlock):
 
         See `MultiHeadAttention.decode_step` for the arguments and the returned tuple.
         """
+        return self._attend_with_cache(self.attention.decode_step, inputs, cache, mask, **options)
+
+    def _attend_with_cache(self, attend, inputs, *args, **options):
+        """Return the block's output and cache, from `prefill` or `decode_step` of the attention."""
         start_unit(inputs, self.variables)
         x = self.sublayer_input("attention", inputs)
-        y, cache = self.attention.decode_step(x, cache, mask, **options)
+        y, cache = attend(x, *args, **options)
         return self._add_sublayers(inputs, x, y, drops=False), cache
 
     def feed(

@@ -73,7 +73,7 @@ def resolve_losses(network, loss, loss_weights):
 
 
 def resolve_metrics(network, metrics, weighted_metrics):
-    """Return `(metrics, weighted_metrics)`; if both are `None`, those of the network's `compile`."""
+    """Return `(metrics, weighted_metrics)`. If both are `None`, use the network's compiled metrics."""
     if metrics is None and weighted_metrics is None:
         compiled = _compat.compile_options(network)
         return compiled.get("metrics"), compiled.get("weighted_metrics")

@@ -1,4 +1,4 @@
-"""Batches of each epoch, of which the first may start in the middle."""
+"""Batches of each epoch. The first epoch may start in the middle."""
 
 import itertools
 import math

@@ -139,7 +139,7 @@ def _fit_context(callbacks, order):
     """Convert errors, shorten warnings, handle signals and shuffle in the given order.
 
     Yields:
-        Callbacks to add to those of `fit`.
+        Additional callbacks.
     """
     with (
         job.record_activity("callbacks"),

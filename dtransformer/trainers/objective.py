@@ -84,7 +84,7 @@ class Objective:
         """Return the sample weights of a batch, from class weights if there are any.
 
         Raises:
-            ValueError: As `check_class_weight`.
+            ValueError: If class weights are combined with token labels.
         """
         if class_weight is None:
             return sample_weight

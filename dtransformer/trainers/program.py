@@ -27,7 +27,7 @@ from dtransformer.trainers.step_runner import Predictor, StepRunner
 
 
 class Program:
-    """What a trainer runs after `compile`: the engine, the optimizer step and compiled steps.
+    """Engine, optimizer step and compiled steps of a trainer.
 
     Args:
         trainer: The trainer, whose layers are called to find overflows.
@@ -68,7 +68,7 @@ class Program:
         )
 
     def build_network(self):
-        """Build the network under its name, with which the paths of its weights begin."""
+        """Build the network under its own name, the prefix of its weight paths."""
         if not self._network.built:
             self._network.build()
 
@@ -187,7 +187,7 @@ class Program:
                 "A trainer on a mesh or in a pipeline cannot be called with `training=True`. Use "
                 "`fit` or `train_on_batch` to train, or call it with `training=False`."
             )
-        with _compat.without_autocast():  # As in `predict`, the network's layers cast.
+        with _compat.without_autocast():  # The layers cast, as in `predict`.
             return without_padding(self.engine.predict(inputs), self._network)
 
     def predictor(self, first, sharding):
@@ -204,7 +204,7 @@ class Program:
         names = {*self.metrics.names, *self._states.metric_results()}
         ordered = []
         for metric in self.shown_metrics():
-            members = getattr(metric, "metrics", [metric])  # Of Keras' container, or the metric.
+            members = getattr(metric, "metrics", [metric])  # Keras' container has several metrics.
             ordered += [member.name for member in members if member.name in names]
         return [*ordered, *sorted(names.difference(ordered))]
 

@@ -84,7 +84,7 @@ class StepMetrics:
         self._on_build()
 
     def update(self, loss, totals, counts, labels, outputs, sample_weight):
-        """Add a batch, also that of a skipped step; return the logs.
+        """Add a batch and return the logs. Batches of skipped steps also count.
 
         Args:
             loss: Scalar, the loss of the global batch.

@@ -224,7 +224,7 @@ class Trainer(keras.Model):
             resume: `True` resumes from the newest checkpoint of the `ModelCheckpoint` in
                 `callbacks`, or starts from scratch if it has none. A string is the path of a
                 checkpoint, or of a folder of checkpoints. In the middle of an epoch, training
-                resumes with the next batch. The losses equal those of an uninterrupted run if the
+                resumes with the next batch. The losses equal the losses of an uninterrupted run if the
                 order of the data depends on the epoch only, as for `TranslationBatches`.
             shard: `False` if the data and validation data contain only the rows of this data shard,
                 `dtransformer.data_shard()`. All ranks of a shard need the same data, and all ranks
@@ -376,7 +376,7 @@ class Trainer(keras.Model):
 
     @property
     def output_names(self) -> list | None:
-        """Names of the network's outputs, from which Keras makes metric names, or `None`."""
+        """Names of the network's outputs, or `None`. Keras derives metric names from them."""
         return getattr(self.network, "output_names", None)
 
     @property
@@ -395,7 +395,7 @@ class Trainer(keras.Model):
 
     @property
     def logs_are_new(self) -> bool:
-        """Whether the logs passed to callbacks are those of the last step, see `log_every`."""
+        """True if callbacks receive the logs of the last step, see `log_every`."""
         return self._program.runner.logs.are_new
 
     @property

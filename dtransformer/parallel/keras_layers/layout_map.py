@@ -33,15 +33,17 @@ def match_layouts(
     """
     patterns = {}
     for path in paths:
-        found = [path] if path in layout_map else [x for x in layout_map if re.search(x, path)]
-        if len(found) > 1:
+        matches = [x for x in layout_map if re.search(x, path)]
+        if path in layout_map:
+            matches = [path]
+        if len(matches) > 1:
             raise ValueError(
                 f"The weight {path} matches several patterns of `layout_map`: "
-                f"{', '.join(map(repr, found))}. Make the patterns more specific, so that each weight "
+                f"{', '.join(map(repr, matches))}. Make the patterns more specific, so that each weight "
                 "matches at most one."
             )
-        if found:
-            patterns[path] = found[0]
+        if matches:
+            patterns[path] = matches[0]
     return patterns, [pattern for pattern in layout_map if pattern not in patterns.values()]
 
 

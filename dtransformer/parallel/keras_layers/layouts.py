@@ -67,26 +67,28 @@ def weight_layouts(
         ValueError: If a pattern of `layout_map` matches no weight, two patterns match one weight, or
             a layout does not fit a shape.
     """
-    layers = {id(layer): layer for layer in _compat.flat_layers(network)}
+    layers = list({id(layer): layer for layer in _compat.flat_layers(network)}.values())
     if config.layout_map is not None:
-        return _mapped_layouts(list(layers.values()), config.layout_map, sizes)
+        return _mapped_layouts(layers, config.layout_map, sizes)
     layouts = {}
-    for layer, columns_before, is_last in _products_in_order(list(layers.values())):
-        for variable, letters, letter, rule in _rules_of(layer, columns_before, is_last, config):
+    for layer, columns_before, is_last in _products_in_order(layers):
+        for variable, letters, letter, rule in _apply_rules(layer, columns_before, is_last, config):
             specs = tuple(_MODEL if x == letter else None for x in letters)
             layouts[id(variable)] = _checked(variable, specs, rule, sizes)
-    for layer in layers.values():
+    for layer in layers:
         if hasattr(type(layer), "get_layout_map"):
             layouts |= _published_layouts(layer, layouts, sizes)
-    weights = _weights(layers.values())
-    replicated = {key: _replicated(weight, NO_RULE) for key, weight in weights.items()}
-    return [layouts.get(key, replicated[key]) for key in weights]
+    return [
+        layouts.get(id(weight)) or _replicated(weight, NO_RULE)
+        for weight in _distinct_weights(layers)
+        if not hasattr(weight, "logical_axes")
+    ]
 
 
-def _weights(layers):
-    """Return a dict of the ids of the layers' weights without logical axes to the weights."""
-    variables = [variable for layer in layers for variable in get_direct_weights(layer)]
-    return {id(v): v for v in variables if not hasattr(v, "logical_axes")}
+def _distinct_weights(layers):
+    """Return the weights of layers, each once."""
+    weights = [weight for layer in layers for weight in get_direct_weights(layer)]
+    return list({id(weight): weight for weight in weights}.values())
 
 
 def _replicated(variable, reason):
@@ -111,8 +113,7 @@ def _layout(variable, specs, rule, sizes):
 
 
 def _mapped_layouts(layers, layout_map, sizes):
-    variables = [variable for layer in layers for variable in get_direct_weights(layer)]
-    variables = list({id(variable): variable for variable in variables}.values())
+    variables = _distinct_weights(layers)
     paths = [variable.path for variable in variables]
     patterns, unused = match_layouts(layout_map, paths)
     check_all_used(unused, paths)
@@ -181,7 +182,7 @@ def _product(layer, columns_before=0, is_last=False):
     return dataclasses.replace(product, sizes=sizes)
 
 
-def _rules_of(layer, columns_before, is_last, config):
+def _apply_rules(layer, columns_before, is_last, config):
     """Yield `(variable, letters, letter, rule)` for the weights of a layer that a rule covers."""
     if _kernel(layer) is not None:
         product = _product(layer, columns_before, is_last)
@@ -219,15 +220,19 @@ def _published_layouts(backbone, layouts, sizes):
     layout_map = {}
     for pattern, layout in published.items():
         layout_map[pattern] = tuple(axis if axis == _MODEL else None for axis in layout.axes)
-    weights = _weights(_compat.flat_layers(backbone))
-    patterns, _ = match_layouts(layout_map, [weight.path for weight in weights.values()])
+    weights = [
+        weight
+        for weight in _distinct_weights(_compat.flat_layers(backbone))
+        if not hasattr(weight, "logical_axes")
+    ]
+    patterns, _ = match_layouts(layout_map, [weight.path for weight in weights])
     name = f"{type(backbone).__name__}.get_layout_map"
     result = {}
-    for key, variable in weights.items():
+    for variable in weights:
         pattern = patterns.get(variable.path)
-        if pattern is None or key in layouts:
+        if pattern is None or id(variable) in layouts:
             continue
         specs = layout_map[pattern]
         if not find_problem(specs, tuple(variable.shape), sizes):
-            result[key] = _layout(variable, specs, f"{name} {pattern!r}", sizes)
+            result[id(variable)] = _layout(variable, specs, f"{name} {pattern!r}", sizes)
     return result
