@@ -44,9 +44,9 @@ def run_plan(arguments: argparse.Namespace) -> None:
         if arguments.model is None:
             return
     if _is_function(arguments.model):
-        from dtransformer.cli.plan_keras import run_plan_of_keras_model
+        from dtransformer.cli.plan_keras import run_keras_plan
 
-        run_plan_of_keras_model(arguments)
+        run_keras_plan(arguments)
         return
     result, notes = make_plan(arguments)
     config = plan_to_yaml(result, arguments.model if os.path.isdir(arguments.model) else None)

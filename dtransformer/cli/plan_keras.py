@@ -48,7 +48,7 @@ class KerasLayout:
         return 2 * self.weights + self.states_sharded
 
 
-def run_plan_of_keras_model(arguments: argparse.Namespace) -> None:
+def run_keras_plan(arguments: argparse.Namespace) -> None:
     """Print the bytes per device of a Keras model for each degree of tensor parallelism.
 
     Raises:

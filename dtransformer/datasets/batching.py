@@ -49,7 +49,7 @@ class TranslationBatches(Epochs):
             their number is a multiple of it, as the micro-batches of a pipeline require. Defaults
             to 1.
         pad_to_bucket: Boolean. Whether to pad both sides to the maximum length of their bucket.
-            This limits the number of shapes to one per bucket and those of the remainder. Defaults
+            This limits the number of shapes to one per bucket, plus the remainder. Defaults
             to `False`.
         packed_length: Integer. Number of tokens of a row on each side. Several sentences are packed
             into a row, so that all batches have one shape with little padding. Inputs also contain

@@ -63,7 +63,7 @@ class TwoPasses:
 
         tensors = [*inputs, *constants, *weights]
         traced = _trace(run, tensors)
-        self._forward_graph = _Graph.of(traced)
+        self._forward_graph = _Graph.from_function(traced)
         self._captured = traced.captured_inputs
         self._num_returned = len(traced.outputs) - len(self.saved_names)
 
@@ -76,7 +76,7 @@ class TwoPasses:
             return [tf.convert_to_tensor(x) for x in gradients if x is not None]
 
         traced = _trace(run, results)
-        self._backward_graph = _Graph.of(traced)
+        self._backward_graph = _Graph.from_function(traced)
         return traced.captured_inputs
 
     def forward(
@@ -136,7 +136,7 @@ class _Graph:
     shapes: list[tf.TensorShape]
 
     @classmethod
-    def of(cls, function):
+    def from_function(cls, function):
         """Return the graph of a concrete function. Captured tensors are the last arguments."""
         operations = function.graph.get_operations()
         return cls.between(function.graph, function.inputs, function.outputs, operations)
