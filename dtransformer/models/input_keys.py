@@ -14,6 +14,7 @@ _REFUSED = {
     "decoder_position_ids": "positions follow from the order of tokens.",
     "inputs_embeds": "pass token ids.",
 }
+MASKED_POSITIONS = "masked_lm_positions"
 _MASKS = "attention_mask", "decoder_attention_mask"
 
 
@@ -26,11 +27,13 @@ class InputKeys:
             input also accepts it without a dict.
         optional: Tuple of the names of optional inputs.
         aliases: Dict from input names of `transformers` to the names in this library.
+        training_only: Tuple of the optional inputs that exported networks do not have.
     """
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
     aliases: Mapping[str, str]
+    training_only: tuple[str, ...] = ()
 
     def named(self, inputs: Any, owner: str) -> dict[str, Any]:
         """Return the inputs as a dict with this library's names. Drop inputs that are `None`.

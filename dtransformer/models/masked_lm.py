@@ -5,10 +5,15 @@ import tensorflow as tf
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.layers.heads import MaskedLMHead, SequenceHead
+from dtransformer.layers.heads import MaskedLMHead, SequenceHead, gather_positions
 from dtransformer.layers.position import TokenTypeEmbedding
 from dtransformer.models.base import start_after_padding
-from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
+from dtransformer.models.input_keys import (
+    MASKED_POSITIONS,
+    InputKeys,
+    get_mask,
+    masked_segments,
+)
 from dtransformer.models.one_stack import OneStackModel
 from dtransformer.transformer_config import TransformerConfig
 
@@ -18,7 +23,8 @@ class MaskedLM(OneStackModel):
     """Encoder that returns logits of the original tokens at masked positions.
 
     Labels are the original tokens at masked positions. At all other positions they are an id
-    that the loss ignores; see `CrossEntropyLoss(ignore_id=…)`.
+    that the loss ignores; see `CrossEntropyLoss(ignore_id=…)`. With `"masked_lm_positions"` in the
+    inputs, the head computes logits at these positions only, and labels have their shape.
 
     RoBERTa is `num_token_types=1, position_offset=2, pad_id=1`. ModernBERT is
     `positions="rotary", norm="layer_norm_without_beta", gated=True, use_bias=False,
@@ -43,10 +49,13 @@ class MaskedLM(OneStackModel):
             `"segments"`: For packed texts. Text index of each token, from 1; 0 for padding.
             `"attention_mask"`: 1 for tokens and 0 for padding. Defaults to 0 where the id is
             `pad_id`.
+            `"masked_lm_positions"`: [b, P], positions in [0, s) at which logits are computed. The
+            loss must ignore the labels of positions that fill a row. Defaults to all positions.
         training: Boolean. Whether to apply dropout.
 
     Output shape:
-        [b, s, V'], with V' the vocabulary size padded to a multiple of `model_parallel`.
+        [b, s, V'], or [b, P, V'] with `"masked_lm_positions"`. V' is the vocabulary size padded to
+        a multiple of `model_parallel`.
         With `next_sentence`, a dict of these logits as `"masked_lm"` and of
         `"next_sentence"` [b, 2].
 
@@ -65,8 +74,9 @@ class MaskedLM(OneStackModel):
 
     input_keys = InputKeys(
         ("tokens",),
-        ("attention_mask", "token_types", "segments"),
+        ("attention_mask", "token_types", "segments", MASKED_POSITIONS),
         {"input_ids": "tokens", "token_type_ids": "token_types"},
+        training_only=(MASKED_POSITIONS,),
     )
 
     network_class = "MaskedLM"
@@ -144,12 +154,29 @@ class MaskedLM(OneStackModel):
         elif mask is None and self.pad_id is not None:
             mask = ids != self.pad_id
         x = self.blocks(x, mask, training=training)
+        positions = named.get(MASKED_POSITIONS)
+        if positions is not None:
+            self._check_masked_positions(positions, ids)
         if self.has_task_head:
             return self.labels(x, ids, mask, training)
-        logits = self.head(x, table)
+        masked = x if positions is None else gather_positions(x, positions)
+        logits = self.head(masked, table)
         if self.sentence_head is None:
             return logits
         return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
+
+    def _check_masked_positions(self, positions, ids):
+        if self.has_task_head:
+            raise ValueError(
+                f"The inputs contain '{MASKED_POSITIONS}', but the network has a "
+                f"{type(self.head).__name__} instead of a head for masked tokens. Remove them."
+            )
+        expected_shape = [ids.shape[0], None]
+        if not positions.shape.is_compatible_with(expected_shape):
+            raise ValueError(
+                f"'{MASKED_POSITIONS}' have shape {tuple(positions.shape)}, but 'tokens' have shape "
+                f"{tuple(ids.shape)}. Pass the same number of positions for every row, [b, P]."
+            )
 
     def _normalize_embedding(self, x, types):
         if self.token_types is not None:
