@@ -91,11 +91,15 @@ def num_positions(length: int, rate: float, multiple: int = 1) -> int:
         rate: Float. Fraction of the tokens to choose.
         multiple: Integer. The number is rounded up to a multiple of it. Defaults to 1.
 
+    Raises:
+        InputError: If `multiple` is less than 1.
+
     Example:
 
     >>> num_positions(512, 0.15), num_positions(512, 0.15, multiple=4)
     (77, 80)
     """
+    check_int("pad_positions_to_multiple_of", multiple)
     count = max(1, round(rate * length))
     return -(-count // multiple) * multiple
 
@@ -116,12 +120,10 @@ def select_masked(
     """
     if count is None:
         return inputs, labels
-    masked = np.flatnonzero(labels != IGNORED)
-    positions = np.zeros(count, np.int32)
-    positions[: len(masked)] = masked
-    selected = np.full(count, IGNORED, np.int32)
-    selected[: len(masked)] = labels[masked]
-    return {**inputs, "masked_lm_positions": positions}, selected
+    masked = np.flatnonzero(labels != IGNORED).astype(np.int32)
+    fill = (0, count - len(masked))
+    inputs = {**inputs, "masked_lm_positions": np.pad(masked, fill)}
+    return inputs, np.pad(labels[masked], fill, constant_values=IGNORED)
 
 
 def row_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
@@ -190,7 +192,6 @@ class MaskedLanguageModelBatches(PackedDocuments):
         pad_positions_to_multiple_of: int = 1,
         **options,
     ):
-        check_int("pad_positions_to_multiple_of", pad_positions_to_multiple_of)
         self._masking = Masking.from_shards(shards, rate, mask_id)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
         super().__init__(shards, **options)

@@ -77,7 +77,6 @@ class NextSentenceBatches(IndexedBatches):
         **options,
     ):
         check_int("length", length, _NUM_SPECIAL + 2)
-        check_int("pad_positions_to_multiple_of", pad_positions_to_multiple_of)
         if not shards.has_parts or len(shards) < 2:
             raise InputError(
                 f"{shards.folder}: Next-sentence prediction requires at least two documents with "

@@ -12,8 +12,7 @@ from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabHead
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.norm import make_norm
-from dtransformer.parallel.mesh.axis_rules import constrain
-from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.mesh.axis_rules import constrain, constrain_both
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -90,19 +89,9 @@ def gather_positions(inputs: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
         return tf.gather(inputs, positions, batch_dims=1)
     one_hot = tf.one_hot(positions, inputs.shape[1], dtype=inputs.dtype)
     one_hot = constrain(one_hot, ("batch", None, "length"))
-
-    @custom_gradient
-    def gather(x):
-        def gradient(dy):
-            dy = constrain(dy, ("batch", None, None))
-            dx = tf.einsum("bps,bph->bsh", one_hot, dy)
-            return constrain(dx, ("batch", "length", None))
-
-        x = constrain(x, ("batch", "length", None))
-        y = tf.einsum("bps,bsh->bph", one_hot, x)
-        return constrain(y, ("batch", "inner_length", None)), gradient
-
-    return gather(inputs)
+    inputs = constrain_both(inputs, ("batch", "length", None))
+    # [b, P, s], [b, s, h] -> [b, P, h]
+    return constrain_both(tf.matmul(one_hot, inputs), ("batch", None, None))
 
 
 class LabelHead(Layer):
