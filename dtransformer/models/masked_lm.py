@@ -49,8 +49,8 @@ class MaskedLM(OneStackModel):
             `"segments"`: For packed texts. Text index of each token, from 1; 0 for padding.
             `"attention_mask"`: 1 for tokens and 0 for padding. Defaults to 0 where the id is
             `pad_id`.
-            `"masked_lm_positions"`: [b, P], positions in [0, s) at which logits are computed. The
-            loss must ignore the labels of positions that fill a row. Defaults to all positions.
+            `"masked_lm_positions"`: [b, P], the positions in [0, s) that get logits. The loss must
+            ignore the labels of positions that fill a row. Defaults to all positions.
         training: Boolean. Whether to apply dropout.
 
     Output shape:

@@ -7,6 +7,8 @@ In every step rank 0 broadcasts the weights. Each rank computes the gradients of
 are summed on rank 0. Only rank 0 has an optimizer and its states.
 """
 
+import argparse
+
 import dtransformer  # isort: skip  (before TensorFlow, to enable oneDNN)
 
 import keras
@@ -15,7 +17,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import collectives
 
-INPUTS, HIDDEN, BATCH, STEPS = 16, 64, 32, 10
+INPUTS, HIDDEN, BATCH = 16, 64, 32
 SERVER = 0  # Position of the parameter server in its group.
 
 
@@ -32,7 +34,7 @@ def local_loss(weights, x, target):
     return tf.reduce_sum((hidden @ weights["w2"] - target) ** 2) / BATCH
 
 
-def train(group):
+def train(group, num_steps=10):
     """Train on the ranks of a group and return the loss of every step."""
     is_server = group.index == SERVER
     weights = make_weights()  # Workers use these tensors for their shapes only.
@@ -54,7 +56,7 @@ def train(group):
 
     rng = np.random.default_rng(1)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(num_steps):
         x = rng.normal(size=[BATCH, INPUTS]).astype("float32")
         target = np.tanh(x[:, :1] - x[:, 1:2])
         rows = slice(group.index, None, group.size)
@@ -63,11 +65,14 @@ def train(group):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10, help="number of training steps")
+    num_steps = parser.parse_args().steps
     dtransformer.init()
     server_only = collectives.new_group([SERVER])  # All ranks create all groups.
-    losses = train(collectives.new_group(range(dtransformer.size())))
+    losses = train(collectives.new_group(range(dtransformer.size())), num_steps)
     if dtransformer.is_chief():
-        expected = train(server_only)
+        expected = train(server_only, num_steps)
         difference = np.abs(np.divide(losses, expected) - 1).max()
         print(f"Ranks: {dtransformer.size()}. Loss: {losses[0]:.6f} to {losses[-1]:.6f}.")
         print(f"Maximum relative difference from one process: {difference:.1e}.", flush=True)

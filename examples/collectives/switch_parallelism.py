@@ -10,6 +10,8 @@ computes them for all rows. An all-to-all changes activations from rows to featu
     [rows / n, features]  --all_to_all-->  [rows, features / n]  --all_to_all-->  back
 """
 
+import argparse
+
 import dtransformer  # isort: skip  (before TensorFlow, to enable oneDNN)
 
 import numpy as np
@@ -17,7 +19,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import collectives
 
-INPUTS, GROUPS, WIDTH, BATCH, STEPS = 16, 8, 32, 32, 10
+INPUTS, GROUPS, WIDTH, BATCH = 16, 8, 32, 32
 ROWS_AXIS, FEATURES_AXIS = 0, 1
 
 
@@ -44,7 +46,7 @@ def predict(weights, x, group):
     return hidden @ weights["last"]
 
 
-def train(group, learning_rate=0.1):
+def train(group, num_steps=10, learning_rate=0.1):
     """Train on the ranks of a group and return the loss of every step."""
     weights = make_weights(group)
 
@@ -61,7 +63,7 @@ def train(group, learning_rate=0.1):
 
     rng = np.random.default_rng(1)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(num_steps):
         x = rng.normal(size=[BATCH, INPUTS]).astype("float32")
         target = np.tanh(x[:, :1] - x[:, 1:2])
         x, target = (np.split(array, group.size)[group.index] for array in (x, target))
@@ -70,11 +72,14 @@ def train(group, learning_rate=0.1):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10, help="number of training steps")
+    num_steps = parser.parse_args().steps
     dtransformer.init()
     chief_only = collectives.new_group([0])  # All ranks create all groups.
-    losses = train(collectives.new_group(range(dtransformer.size())))
+    losses = train(collectives.new_group(range(dtransformer.size())), num_steps)
     if dtransformer.is_chief():
-        expected = train(chief_only)
+        expected = train(chief_only, num_steps)
         difference = np.abs(np.divide(losses, expected) - 1).max()
         print(f"Ranks: {dtransformer.size()}. Loss: {losses[0]:.6f} to {losses[-1]:.6f}.")
         print(f"Maximum relative difference from one process: {difference:.1e}.", flush=True)
