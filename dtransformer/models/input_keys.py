@@ -14,7 +14,6 @@ _REFUSED = {
     "decoder_position_ids": "positions follow from the order of tokens.",
     "inputs_embeds": "pass token ids.",
 }
-MASKED_POSITIONS = "masked_lm_positions"
 _MASKS = "attention_mask", "decoder_attention_mask"
 
 

@@ -5,16 +5,12 @@ import tensorflow as tf
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.layers.heads import MaskedLMHead, SequenceHead, gather_positions
+from dtransformer.layers.heads import MaskedLMHead, SequenceHead
 from dtransformer.layers.position import TokenTypeEmbedding
 from dtransformer.models.base import start_after_padding
-from dtransformer.models.input_keys import (
-    MASKED_POSITIONS,
-    InputKeys,
-    get_mask,
-    masked_segments,
-)
+from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.models.one_stack import OneStackModel
+from dtransformer.parallel.tensor_parallel.positions import gather_positions
 from dtransformer.transformer_config import TransformerConfig
 
 
@@ -74,9 +70,9 @@ class MaskedLM(OneStackModel):
 
     input_keys = InputKeys(
         ("tokens",),
-        ("attention_mask", "token_types", "segments", MASKED_POSITIONS),
+        ("attention_mask", "token_types", "segments", "masked_lm_positions"),
         {"input_ids": "tokens", "token_type_ids": "token_types"},
-        training_only=(MASKED_POSITIONS,),
+        training_only=("masked_lm_positions",),
     )
 
     network_class = "MaskedLM"
@@ -154,7 +150,7 @@ class MaskedLM(OneStackModel):
         elif mask is None and self.pad_id is not None:
             mask = ids != self.pad_id
         x = self.blocks(x, mask, training=training)
-        positions = named.get(MASKED_POSITIONS)
+        positions = named.get("masked_lm_positions")
         if positions is not None:
             self._check_masked_positions(positions, ids)
         if self.has_task_head:
@@ -168,13 +164,12 @@ class MaskedLM(OneStackModel):
     def _check_masked_positions(self, positions, ids):
         if self.has_task_head:
             raise ValueError(
-                f"The inputs contain '{MASKED_POSITIONS}', but the network has a "
+                "The inputs contain 'masked_lm_positions', but the network has a "
                 f"{type(self.head).__name__} instead of a head for masked tokens. Remove them."
             )
-        expected_shape = [ids.shape[0], None]
-        if not positions.shape.is_compatible_with(expected_shape):
+        if not positions.shape.is_compatible_with([ids.shape[0], None]):
             raise ValueError(
-                f"'{MASKED_POSITIONS}' have shape {tuple(positions.shape)}, but 'tokens' have shape "
+                f"'masked_lm_positions' have shape {tuple(positions.shape)}, but 'tokens' have shape "
                 f"{tuple(ids.shape)}. Pass the same number of positions for every row, [b, P]."
             )
 
