@@ -1,4 +1,4 @@
-"""Promise: `doctor` explains why a GPU is not used or not fully used, and how to fix it."""
+"""`doctor` explains why a GPU is not used or not fully used, and how to fix it."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Promise: texts end at every known end token, from a published folder, a run and its export."""
+"""Texts end at every known end token, from a published folder, a run and its export."""
 
 import json
 import shutil

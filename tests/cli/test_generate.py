@@ -1,4 +1,4 @@
-"""Promise: the command line continues texts, and wrong input is an error of one line."""
+"""The command line continues texts, and wrong input is an error of one line."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Promise: a failed installation of Horovod prints one line and leaves nothing incomplete.
+"""A failed installation of Horovod prints one line and leaves nothing incomplete.
 
 The tests with several ranks show that a built Horovod works. These tests need no network and do not
 change the environment.

@@ -1,4 +1,4 @@
-"""Promise: wrong options and environments of the command line cause an error of one line."""
+"""Wrong options and environments of the command line cause an error of one line."""
 
 import json
 import os

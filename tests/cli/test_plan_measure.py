@@ -1,4 +1,4 @@
-"""Promise: the planner accepts a measured machine as a device."""
+"""The planner accepts a measured machine as a device."""
 
 import json
 

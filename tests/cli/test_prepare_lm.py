@@ -1,4 +1,4 @@
-"""Promise: `prepare --lm` converts files to token shards, and rejects wrong options in one line."""
+"""`prepare --lm` converts files to token shards, and rejects wrong options in one line."""
 
 import json
 

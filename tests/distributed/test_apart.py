@@ -1,4 +1,4 @@
-"""Promise: ranks that deadlock outside of a step end the job and report the call that waits."""
+"""Ranks that deadlock outside of a step end the job and report the call that waits."""
 
 import re
 

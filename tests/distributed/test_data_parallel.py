@@ -1,4 +1,4 @@
-"""Promise: two data-parallel ranks give the losses and weights of one process."""
+"""Two data-parallel ranks give the losses and weights of one process."""
 
 import keras
 import numpy as np

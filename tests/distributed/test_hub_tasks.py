@@ -1,4 +1,4 @@
-"""Promise: KerasHub's tasks with tied tables train in pipelines with the losses of Keras' `fit`."""
+"""KerasHub's tasks with tied tables train in pipelines with the losses of Keras' `fit`."""
 
 import numpy as np
 import pytest

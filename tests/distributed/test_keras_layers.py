@@ -1,4 +1,4 @@
-"""Promise: networks of Keras' and KerasHub's layers train on meshes with the losses of Keras' `fit`.
+"""Networks of Keras' and KerasHub's layers train on meshes with the losses of Keras' `fit`.
 
 The weights of the Transformers are sharded: at two model shards each device has about half.
 """

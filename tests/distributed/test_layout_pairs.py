@@ -1,4 +1,4 @@
-"""Promise: the quick suite trains every pair of techniques that interact in some layout."""
+"""The quick suite trains every pair of techniques that interact in some layout."""
 
 import itertools
 

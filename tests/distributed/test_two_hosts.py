@@ -1,4 +1,4 @@
-"""Promise: two hosts give the results of one, and a failed link ends the job within a minute."""
+"""Two hosts give the results of one, and a failed link ends the job within a minute."""
 
 import os
 import subprocess

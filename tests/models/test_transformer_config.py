@@ -1,4 +1,4 @@
-"""Promise: one config describes every network, and old configs keep loading."""
+"""One config describes every network, and old configs keep loading."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Promise: operations along features equal plain TensorFlow operations, and so do gradients."""
+"""Operations along features equal plain TensorFlow operations, and so do gradients."""
 
 import numpy as np
 import pytest

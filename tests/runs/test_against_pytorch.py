@@ -1,4 +1,4 @@
-"""Promise: preferences, rewards and classes have the losses and gradients that PyTorch computes."""
+"""Preferences, rewards and classes have the losses and gradients that PyTorch computes."""
 
 import pathlib
 import subprocess

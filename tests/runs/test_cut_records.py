@@ -1,4 +1,4 @@
-"""Promise: a cut never leaves a record without its answer; such records are left out and counted."""
+"""A cut never leaves a record without its answer; such records are left out and counted."""
 
 import json
 

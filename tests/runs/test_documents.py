@@ -1,4 +1,4 @@
-"""Promise: training on documents follows the config, and a rejected run changes nothing."""
+"""Training on documents follows the config, and a rejected run changes nothing."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Promise: a dry run rejects everything that training would reject, without memory for weights."""
+"""A dry run rejects everything that training would reject, without memory for weights."""
 
 import json
 import shutil

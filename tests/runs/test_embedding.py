@@ -1,4 +1,4 @@
-"""Promise: texts are compared with all different texts of a batch, on ranks and on meshes."""
+"""Texts are compared with all different texts of a batch, on ranks and on meshes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Promise: an exported folder gives the same results as its run, in the types of its base."""
+"""An exported folder gives the same results as its run, in the types of its base."""
 
 import json
 import shutil

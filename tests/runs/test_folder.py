@@ -1,4 +1,4 @@
-"""Promise: a run folder is consistent, and no run is lost or replaced by accident."""
+"""A run folder is consistent, and no run is lost or replaced by accident."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""Promise: scores of the evaluation harness match `transformers`."""
+"""Scores of the evaluation harness match `transformers`."""
 
 import importlib.machinery
 import importlib.util

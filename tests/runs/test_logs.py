@@ -1,4 +1,4 @@
-"""Promise: a run writes the requested logs, and reports a missing package before it starts."""
+"""A run writes the requested logs, and reports a missing package before it starts."""
 
 import sys
 import types

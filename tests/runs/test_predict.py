@@ -1,4 +1,4 @@
-"""Promise: `predict` and `embed` return the network's result for each line, in order."""
+"""`predict` and `embed` return the network's result for each line, in order."""
 
 import io
 import json

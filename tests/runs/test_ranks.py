@@ -1,4 +1,4 @@
-"""Promise: every task has the losses and scores of one process on two ranks, for every layout."""
+"""Every task has the losses and scores of one process on two ranks, for every layout."""
 
 import json
 import os

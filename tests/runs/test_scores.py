@@ -1,4 +1,4 @@
-"""Promise: scores of labels, entities and vectors match scikit-learn, seqeval and NumPy."""
+"""Scores of labels, entities and vectors match scikit-learn, seqeval and NumPy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Promise: one command trains each task from files to a run, and resumes it bit for bit."""
+"""One command trains each task from files to a run, and resumes it bit for bit."""
 
 import argparse
 import io

@@ -1,4 +1,4 @@
-"""Promise: training stops when its time is over, and ranks compare their clocks rarely."""
+"""Training stops when its time is over, and ranks compare their clocks rarely."""
 
 import types
 

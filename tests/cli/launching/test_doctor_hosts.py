@@ -1,4 +1,4 @@
-"""Promise: `doctor --hosts` reports whether each host can join a job, and how to fix problems."""
+"""`doctor --hosts` reports whether each host can join a job, and how to fix problems."""
 
 import pytest
 

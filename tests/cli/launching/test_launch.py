@@ -1,4 +1,4 @@
-"""Promise: `dtransformer launch` restarts a command after a failure, and leaves no process behind."""
+"""`dtransformer launch` restarts a command after a failure, and leaves no process behind."""
 
 import os
 import signal

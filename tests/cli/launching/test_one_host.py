@@ -1,4 +1,4 @@
-"""Promise: ranks of one host start without ssh, print no noise, and always end."""
+"""Ranks of one host start without ssh, print no noise, and always end."""
 
 import os
 import signal

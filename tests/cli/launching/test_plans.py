@@ -1,4 +1,4 @@
-"""Promise: host lists are checked, failed hosts are excluded for a while, and causes are reported."""
+"""Host lists are checked, failed hosts are excluded for a while, and causes are reported."""
 
 import pytest
 

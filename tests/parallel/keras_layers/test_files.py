@@ -1,4 +1,4 @@
-"""Promise: files of Keras' layers that a mesh has sharded load in a single process and back."""
+"""Files of Keras' layers that a mesh has sharded load in a single process and back."""
 
 import pathlib
 import tempfile

@@ -1,4 +1,4 @@
-"""Promise: on a mesh the weights of Keras' layers are sharded in place, with unchanged values."""
+"""On a mesh the weights of Keras' layers are sharded in place, with unchanged values."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Promise: every layer of a Keras model gets a pipeline stage, or one line states the obstacle."""
+"""Every layer of a Keras model gets a pipeline stage, or one line states the obstacle."""
 
 import keras
 import pytest

@@ -1,4 +1,4 @@
-"""Promise: the activity tracker reports a rank's activity and its current wait."""
+"""The activity tracker reports a rank's activity and its current wait."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Promise: the watchdog names the ranks that stop a job and leaves healthy jobs alone."""
+"""The watchdog names the ranks that stop a job and leaves healthy jobs alone."""
 
 import dataclasses
 

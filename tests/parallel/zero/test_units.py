@@ -1,4 +1,4 @@
-"""Promise: level 3 frees a block's weights between the passes and gathers one block ahead."""
+"""Level 3 frees a block's weights between the passes and gathers one block ahead."""
 
 import re
 
