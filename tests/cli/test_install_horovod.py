@@ -127,10 +127,10 @@ def test_reports_an_unwritable_cache(cache, capsys):
 
 
 def test_wheel_of_this_environment_supports_gpus():
-    works, found = install_horovod.built_with()
+    works, result = install_horovod.built_with()
     if not works:
         pytest.skip("Horovod is not installed: dtransformer doctor --install-horovod")
-    assert "gloo" in found and "nccl" in found
+    assert "gloo" in result and "nccl" in result
 
 
 def test_build_ignores_pip_constraints(tmp_path, monkeypatch):

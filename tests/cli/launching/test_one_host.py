@@ -27,8 +27,8 @@ def run(command, *options, **environment):
 
 def running(command):
     """Return the processes whose command line begins with a text."""
-    found = subprocess.run(["pgrep", "-f", f"^{command}"], capture_output=True, check=False)
-    return found.stdout.split()
+    result = subprocess.run(["pgrep", "-f", f"^{command}"], capture_output=True, check=False)
+    return result.stdout.split()
 
 
 def wait_for(process, word):
