@@ -10,7 +10,7 @@ from dtransformer.layers.position import TokenTypeEmbedding
 from dtransformer.models.base import start_after_padding
 from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.models.one_stack import OneStackModel
-from dtransformer.parallel.tensor_parallel.positions import gather_positions
+from dtransformer.parallel.tensor_parallel.embedding import gather_positions
 from dtransformer.transformer_config import TransformerConfig
 
 

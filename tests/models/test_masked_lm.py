@@ -278,6 +278,16 @@ def test_losses_at_masked_positions_equal_the_losses_of_the_full_head():
     assert_all_close(weights, expected_weights, 1e-6)
 
 
+def test_exported_network_returns_logits_at_all_positions(tmp_path):
+    trainer = Trainer(small_model("roberta"))
+    trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss(ignore_id=-100))
+    ids = random_ids(trainer.network)
+    trainer.train_on_batch({"tokens": ids, "masked_lm_positions": ids[:, :2] % 8}, ids[:, :2])
+    trainer.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    assert_all_close({"": exported.serve({"tokens": ids})}, {"": trainer.network(ids)}, BLOCKS["float32"])
+
+
 @on_mesh
 def test_losses_at_masked_positions_match_on_every_kind_of_mesh():
     """Positions count from the start of the sequence, also if it is sharded."""

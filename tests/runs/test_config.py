@@ -281,6 +281,17 @@ def test_moe_config_accepts_a_mapping(tmp_path):
     assert [kind.has_experts for kind in model.kinds][:2] == [False, True]
 
 
+@pytest.mark.parametrize("task", ["masked_lm", "next_sentence"])
+def test_masked_tasks_compute_logits_at_masked_positions_by_default(task):
+    config = RunConfig(task)
+    batch_options = get_task_class(config)(config).get_batch_options()
+    assert batch_options["all_positions"] is False
+    assert get_run_shape(config, 512).num_predictions == 77
+    config.data.all_positions = True
+    assert get_task_class(config)(config).get_batch_options()["all_positions"] is True
+    assert get_run_shape(config, 512).num_predictions == 512
+
+
 @pytest.mark.parametrize(
     "value, words",
     [
