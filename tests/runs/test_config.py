@@ -7,8 +7,9 @@ import pytest
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
 from dtransformer.runs.automatic import get_run_shape
-from dtransformer.runs.config import load_config, save_config
+from dtransformer.runs.config import RunConfig, load_config, save_config
 from dtransformer.runs.options import SECTIONS
+from dtransformer.runs.tasks import get_task_class
 
 
 def write(tmp_path, text):
