@@ -1,8 +1,8 @@
 """Look-ups in tables and sequences that may be sharded, and tied logits.
 
-Each device looks up its rows of an embedding table, and an all-reduce adds the rows of other devices
-([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3). The gradient of a row stays
-on its device. A sharded vocabulary is padded to a multiple of the number of shards.
+Each device looks up its rows of an embedding table, and an all-reduce adds the rows of other
+devices ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3). The gradient of a row
+stays on its device. A sharded vocabulary is padded to a multiple of the number of shards.
 """
 
 import keras
@@ -156,6 +156,7 @@ def gather_positions(inputs: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
     """
     if not trace.is_on_mesh():
         return tf.gather(inputs, positions, batch_dims=1)
+    positions = tf.cast(positions, INDEX_TYPE)
     one_hot = tf.one_hot(positions, inputs.shape[1], dtype=inputs.dtype)
     one_hot = constrain(one_hot, ("batch", None, "length"))
     inputs = constrain_both(inputs, ("batch", "length", None))
