@@ -156,9 +156,10 @@ def gather_positions(inputs: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
     """
     if not trace.is_on_mesh():
         return tf.gather(inputs, positions, batch_dims=1)
-    positions = tf.cast(positions, INDEX_TYPE)
-    one_hot = tf.one_hot(positions, inputs.shape[1], dtype=inputs.dtype)
-    one_hot = constrain(one_hot, ("batch", None, "length"))
+    # DTensor cannot shard the result of `tf.one_hot` for 64-bit indices.
+    indices = tf.range(inputs.shape[1], dtype=INDEX_TYPE)
+    is_position = tf.cast(positions, INDEX_TYPE)[..., None] == indices
+    one_hot = constrain(tf.cast(is_position, inputs.dtype), ("batch", None, "length"))
     inputs = constrain_both(inputs, ("batch", "length", None))
     # [b, P, s], [b, s, h] -> [b, P, h]
     return constrain_both(tf.matmul(one_hot, inputs), ("batch", None, None))
