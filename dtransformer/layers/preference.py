@@ -15,8 +15,6 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer
-from dtransformer.parallel import collectives
-from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
 
 PREFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "simpo", "orpo")
@@ -147,55 +145,6 @@ def _log_odds(x):
     # Rows of padding have a log-probability of 0, whose odds are infinite.
     x = tf.minimum(x, -1e-6)
     return x - tf.math.log(-tf.math.expm1(x))
-
-
-class KTOLoss(keras.losses.Loss):
-    """Loss of a single answer that is labeled as desirable or undesirable.
-
-    A desirable answer has the loss w·(1 − σ(β·(g − z))), and an undesirable one w·(1 − σ(β·(z − g))).
-    g is the gain of the answer's log-likelihood over the reference. z estimates the KL divergence
-    from the reference: the mean gain of unrelated answers over the global batch, at least 0, without
-    a gradient. With several micro-batches the mean is taken over each micro-batch.
-
-    Reference: [Ethayarajh et al., 2024](https://arxiv.org/abs/2402.01306), equation 8
-
-    Args:
-        beta: Float above 0. The factor β. Defaults to `0.1`.
-        desirable_weight: Float. Weight w of desirable answers. Defaults to `1.0`.
-        undesirable_weight: Float. Weight w of undesirable answers. Defaults to `1.0`.
-
-    Call arguments:
-        y_true: Float tensor of shape `[b, 3]`: log-likelihoods of the answer and of an unrelated
-            answer under the reference model, and the label: 1 for desirable, -1 for undesirable, 0
-            for a row of padding.
-        y_pred: Float tensor of shape `[b, 2]`. The two log-likelihoods under the trained model.
-
-    Output shape:
-        `[b]`
-    """
-
-    weights_epoch_means = True
-
-    def __init__(
-        self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
-    ):
-        super().__init__("kto", "mean_with_sample_weight")
-        self.beta = beta
-        self.desirable_weight = desirable_weight
-        self.undesirable_weight = undesirable_weight
-
-    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        gains = y_pred - y_true[:, :2]
-        label = y_true[:, 2]
-        is_row = tf.abs(label)
-        total = tf.reduce_sum(gains[:, 1] * is_row)
-        count = tf.reduce_sum(is_row)
-        if job.data_shard()[1] > 1:
-            group = job.data_parallel_group()
-            total, count = (collectives.all_reduce_sum(x, group=group) for x in (total, count))
-        divergence = tf.stop_gradient(tf.nn.relu(tf.math.divide_no_nan(total, count)))
-        weights = tf.where(label > 0, self.desirable_weight, self.undesirable_weight)
-        return weights * tf.sigmoid(self.beta * label * (divergence - gains[:, 0]))
 
 
 class RewardLoss(keras.losses.Loss):

@@ -11,7 +11,6 @@ import tensorflow as tf
 from dtransformer.layers import CrossEntropyLoss, SequenceHead
 from dtransformer.layers.preference import (
     MEAN_LOSSES,
-    KTOLoss,
     PreferenceLoss,
     RewardLoss,
     SequenceLogProbability,
@@ -19,6 +18,7 @@ from dtransformer.layers.preference import (
 from dtransformer.models import from_pretrained, load_lora
 from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pairs import GroupModel
+from dtransformer.runs.tasks.kto import KTOLoss
 from tests.models.pretrained.published import with_transformers
 
 pytestmark = with_transformers
