@@ -262,9 +262,7 @@ class _Blocks:
         num_queries = row[1] - row[0]
         bias = self._options.bias
         plan = self.plan
-        firsts = [
-            plan.positions(shard)[row[0]] for shard in range(0, plan.shards, plan.head_parts)
-        ]
+        firsts = [plan.positions(shard)[row[0]] for shard in range(0, plan.shards, plan.head_parts)]
         values = [
             bias.block(tensors, first, num_queries, position, size, plan.stride) for first in firsts
         ]
