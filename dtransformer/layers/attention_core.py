@@ -48,7 +48,7 @@ def attention(
     """
     options = AttentionOptions(**options)
     if implementation != "reference":
-        exchange = context_exchange(q, k, options.reach[0])
+        exchange = context_exchange(q, k, options.reach[0], options.bias is not None)
         if exchange is not None:
             return blockwise_attention(exchange, q, k, v, options)
     chosen = implementation_for(implementation, q, k, **vars(options))

@@ -24,13 +24,16 @@ from dtransformer.parallel.tracing import trace
 _SHARDS = "length_shards", "batch", "heads"
 
 
-def context_exchange(q: tf.Tensor, k: tf.Tensor, causal: bool) -> "ContextExchange | None":
+def context_exchange(
+    q: tf.Tensor, k: tf.Tensor, causal: bool, has_bias: bool
+) -> "ContextExchange | None":
     """Return the exchange of sequences for attention, or `None` if sequences are not sharded.
 
     Args:
         q: Tensor `[b, n, s, d]`.
         k: Tensor `[b, m, t, d]`.
         causal: Whether queries see no later positions.
+        has_bias: Whether scores have a bias by position.
 
     Raises:
         ValueError: If a sequence or the heads cannot be divided.
@@ -49,6 +52,7 @@ def context_exchange(q: tf.Tensor, k: tf.Tensor, causal: bool) -> "ContextExchan
         queries,
         keys,
         causal,
+        has_bias,
         q.dtype.size,
         config.ulysses_shards,
     )

@@ -248,6 +248,7 @@ def make_plan(
     queries: tuple[int, ...],
     keys: tuple[int, ...],
     causal: bool,
+    has_bias: bool,
     item_bytes: int = 4,
     ulysses_shards: int | None = None,
 ) -> ContextPlan:
@@ -259,6 +260,8 @@ def make_plan(
         queries: Shape `[b, n, s, d]` of the queries, with the heads of one device.
         keys: Shape `[b, m, t, d]` of the keys, with the heads of one device.
         causal: Whether queries see no later positions.
+        has_bias: Whether scores have a bias by position. It is costly for striped queries, which
+            only `"ulysses_ring"` then uses.
         item_bytes: Integer. Bytes per element. Defaults to `4`.
         ulysses_shards: `ulysses_shards` of the config. Defaults to `None`.
 
@@ -274,8 +277,8 @@ def make_plan(
     head_parts = count_head_parts(mode, shards, n, m, ulysses_shards)
     if mode == "ulysses_ring":
         mode = {1: "ring", shards: "ulysses"}.get(head_parts, mode)
-    can_stripe = causal and s == t and s % shards**2 == 0 and mode != "ulysses"
-    is_striped = can_stripe or mode == "ulysses_ring"
+    can_stripe = causal and s == t and s % shards**2 == 0 and not has_bias
+    is_striped = mode == "ulysses_ring" or (can_stripe and mode != "ulysses")
     return ContextPlan(mode, shards, s, t, is_striped, head_parts)
 
 

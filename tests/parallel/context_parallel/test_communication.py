@@ -58,7 +58,7 @@ def check(all_to_alls):
     for (mode, shards), num_calls in all_to_alls.items():
         report, memory[mode] = train_and_report(mode, shards)
         heads = ROWS, HEADS, TARGET_LENGTH, HIDDEN // HEADS
-        plan = make_plan(mode, shards, heads, heads, causal=True)
+        plan = make_plan(mode, shards, heads, heads, causal=True, has_bias=False)
         elements, counts = collections.Counter(), collections.Counter()
         for c in report.get_layer("blocks/block_0"):
             assert c.over == "context"

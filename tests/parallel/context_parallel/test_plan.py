@@ -75,7 +75,7 @@ def check_pairs(plan, causal, window):
 
 @pytest.mark.parametrize("mode", ["all_gather", "ring", "ulysses_ring"])
 def test_causal_work_is_equal_on_all_shards(mode):
-    plan = make_plan(mode, 4, (1, 8, 64, 4), (1, 8, 64, 4), causal=True)
+    plan = make_plan(mode, 4, (1, 8, 64, 4), (1, 8, 64, 4), causal=True, has_bias=False)
     work = [count_pairs(plan, shard, True, None, 1, 1).sum() for shard in range(4)]
     assert len(set(work)) == 1
     parts = plan.position_parts
@@ -101,7 +101,7 @@ def test_cross_attention_covers_keys_of_another_length():
 )
 def test_auto_mode_depends_on_heads_and_length(mode, heads, length, expected):
     (n, m), d = heads, 64
-    plan = make_plan(mode, 4, (1, n, length, d), (1, m, length, d), True)
+    plan = make_plan(mode, 4, (1, n, length, d), (1, m, length, d), True, False)
     assert plan.mode == expected
 
 
@@ -122,7 +122,7 @@ def test_auto_mode_depends_on_heads_and_length(mode, heads, length, expected):
 def test_ulysses_shards_divide_heads_and_leave_a_ring(shards, heads, requested, expected):
     n, m = heads
     sizes = (1, n, 144 * 4, 4), (1, m, 144 * 4, 4)
-    plan = make_plan("ulysses_ring", shards, *sizes, True, ulysses_shards=requested)
+    plan = make_plan("ulysses_ring", shards, *sizes, True, False, ulysses_shards=requested)
     assert (plan.mode, plan.head_parts) == expected
 
 
@@ -150,9 +150,9 @@ def test_formula_matches_published_volumes():
 
 def test_indivisible_length_raises_an_error():
     with pytest.raises(ValueError, match="`context_parallel=4` must divide .* got 30. Pad .* 32"):
-        make_plan("auto", 4, (1, 8, 30, 4), (1, 8, 30, 4), True)
+        make_plan("auto", 4, (1, 8, 30, 4), (1, 8, 30, 4), True, False)
     with pytest.raises(ValueError, match="`ulysses_shards=2` needs .* 8 positions, got 20. .* 24"):
-        make_plan("ulysses_ring", 4, (1, 8, 20, 4), (1, 8, 20, 4), False)
+        make_plan("ulysses_ring", 4, (1, 8, 20, 4), (1, 8, 20, 4), False, False)
 
 
 @pytest.mark.parametrize("n, m", [(6, 6), (8, 3), (2, 2)])
