@@ -1,4 +1,4 @@
-"""Promise: code in the docs works as pasted: Python runs, commands and configs are valid.
+"""Code in the docs works as pasted: Python runs, commands and configs are valid.
 
 The Python blocks of a page run in order. The page on checkpoints continues the README's example.
 """

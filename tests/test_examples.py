@@ -1,4 +1,4 @@
-"""Promise: the examples run as documented in their first lines."""
+"""The examples run as documented in their first lines."""
 
 import importlib.util
 import json

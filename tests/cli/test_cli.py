@@ -1,4 +1,4 @@
-"""Promise: commands lead from files to translations, and wrong input is an error of one line."""
+"""Commands lead from files to translations, and wrong input is an error of one line."""
 
 import hashlib
 import io

@@ -141,8 +141,8 @@ def test_joined_fields_become_lines_of_a_prompt(tmp_path, field, indent):
     content = json.dumps(RECORDS, indent=indent)
     if indent is None:
         content = "\n".join(map(json.dumps, RECORDS))
-    found = documents([written(tmp_path / "x.json", content)], field=field)
-    assert found == [[prompt, one["output"]] for prompt, one in zip(expected, RECORDS)]
+    result = documents([written(tmp_path / "x.json", content)], field=field)
+    assert result == [[prompt, item["output"]] for prompt, item in zip(expected, RECORDS)]
 
 
 def test_error_for_a_large_list_recommends_json_lines(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ def sgm(*lines, end=b"\n"):
 
 def document(segments):
     """Return the lines of a document."""
-    rows = [f'<seg id="{number}">{text}</seg>' for number, text in enumerate(segments, start=1)]
+    rows = [f'<seg id="{index}">{text}</seg>' for index, text in enumerate(segments, start=1)]
     return ['<refset trglang="fr" setid="s">', '<doc docid="s-1">', *rows, "</doc>", "</refset>"]
 
 

@@ -102,8 +102,8 @@ def test_cleaning_counts_removed_pairs_by_reason(pair, options, reason):
 def test_cleaning_keeps_order_and_no_break_spaces():
     sources = ["a  \t b", "quoi\u00a0\u00a0?", "a b"]
     targets = [" c ", "what?", "c"]
-    kept = clean_pairs(sources, targets, distinct=True)
-    assert kept[:2] == (["a b", "quoi\u00a0\u00a0?"], ["c", "what?"])
-    assert (kept[2]["kept"], kept[2]["repeated"]) == (2, 1)
+    saved = clean_pairs(sources, targets, distinct=True)
+    assert saved[:2] == (["a b", "quoi\u00a0\u00a0?"], ["c", "what?"])
+    assert (saved[2]["kept"], saved[2]["repeated"]) == (2, 1)
     assert clean_pairs(sources, targets)[2]["kept"] == 3
     assert "1 sources and 0 targets" in get_error_message(clean_pairs, ["a"], [])

@@ -163,13 +163,13 @@ def test_initial_values_do_not_depend_on_padding():
     np.testing.assert_array_equal(tables[1][:VOCAB], tables[0])
 
 
-@pytest.mark.parametrize("number", [10, 11, 12, -1])
-def test_ids_of_padded_rows_raise(number):
+@pytest.mark.parametrize("index", [10, 11, 12, -1])
+def test_ids_of_padded_rows_raise(index):
     with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
         layer = VocabEmbedding(10, 4)
         assert layer(tf.constant([[0, 9]]))[1].shape == (12, 4)
         with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
-            layer(tf.constant([[0, number]]))
+            layer(tf.constant([[0, index]]))
 
 
 @each_policy

@@ -1,4 +1,4 @@
-"""Promise: configs validate every field, have views and defaults, and one config is global."""
+"""Configs validate every field, have views and defaults, and one config is global."""
 
 import dataclasses
 

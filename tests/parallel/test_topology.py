@@ -1,4 +1,4 @@
-"""Promise: the topology arranges ranks in a grid and derives every process group from it."""
+"""The topology arranges ranks in a grid and derives every process group from it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Promise: a wrong config raises an error of one line that suggests the nearest key."""
+"""A wrong config raises an error of one line that suggests the nearest key."""
 
 import pathlib
 

@@ -233,7 +233,7 @@ class TestSacreBleu:
     def test_lists_of_different_lengths_raise_errors(self, sources, references, numbers):
         with pytest.raises(ValueError) as error:
             SacreBleu(sources, references, lambda sentences: sentences)
-        assert all(number in str(error.value) for number in numbers)
+        assert all(index in str(error.value) for index in numbers)
 
     def test_missing_translation_raises_an_error(self, model):
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: sentences[:1])

@@ -1,4 +1,4 @@
-"""Promise: each expert accepts the first tokens up to its capacity."""
+"""Each expert accepts the first tokens up to its capacity."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Promise: ZeRO partitions the optimizer, and shards are updated like full weights."""
+"""ZeRO partitions the optimizer, and shards are updated like full weights."""
 
 import functools
 
