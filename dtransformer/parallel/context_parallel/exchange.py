@@ -167,8 +167,10 @@ class ContextExchange:
         u = self.plan.head_parts
         if u > 1 and n > 1:
             x = tf.reshape(x, [parts, b, *self._split_heads(n), s, t])
-            x = tf.reshape(tf.transpose(x, [0, 3, 1, 2, 4, 5, 6]), [parts * u, b, n // u, s, t])
-            x = tf.concat([x] * (self.plan.position_parts // parts), axis=0)
+            x = tf.transpose(x, [0, 3, 1, 2, 4, 5, 6])
+            # DTensor cannot concatenate along a dimension that is sharded afterwards.
+            x = tf.stack([x] * (self.plan.position_parts // parts))
+            x = tf.reshape(x, [self.plan.shards, b, n // u, s, t])
         elif u > 1 and parts > 1:
             x = tf.reshape(tf.stack([x] * u, axis=1), [parts * u, b, n, s, t])
         return _constrain(x, _SHARDS)
