@@ -232,7 +232,7 @@ def context_parallel():
 
 
 def ulysses_ring():
-    """Each part of the heads has its own ring of keys and values."""
+    """Each part of the heads has a separate ring of keys and values."""
     figure, axes = canvas(WIDTH, HEIGHT)
     _title(axes, "Two parts of the heads, each with a ring.")
     for index in range(4):
