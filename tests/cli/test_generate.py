@@ -268,14 +268,14 @@ def test_encoder_decoder_generates_for_sources(folder, tmp_path, capsys):
         (["--prompt", "x", "--set", "parallel.model_parallel=9"], "parallel"),
     ],
 )
-def test_wrong_input(folder, stdin, capsys, arguments, message):
+def test_wrong_input_is_a_one_line_error(folder, stdin, capsys, arguments, message):
     stdin("")
     assert run(folder, *arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_wrong_folders(folder, tmp_path, capsys):
+def test_wrong_folders_are_one_line_errors(folder, tmp_path, capsys):
     def run_and_get_error(path):
         assert run(path, "--prompt", "x") == 2
         return capsys.readouterr().err

@@ -53,7 +53,7 @@ HUGE = "9" * 5000
     ],
     ids=lambda value: str(value)[:40].encode("ascii", "replace").decode().replace("\0", "0"),
 )
-def test_wrong_options(arguments, message, tmp_path, monkeypatch, capsys):
+def test_wrong_options_are_one_line_errors(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err

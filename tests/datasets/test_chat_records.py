@@ -222,7 +222,7 @@ def test_date_of_templates_can_be_set():
     )
 
 
-def test_record_formats(tmp_path):
+def test_reads_every_record_format(tmp_path):
     def read(name, content, **fields):
         (tmp_path / name).write_text(content)
         return [record for _, record in read_records(tmp_path / name, fields)]

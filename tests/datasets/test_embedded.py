@@ -321,7 +321,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("value", NUMBERS)
-def test_tricky_numbers(value):
+def test_spells_irregular_numbers(value):
     assert tuple(numerals.number(value)) == NUMBERS[value]
 
 

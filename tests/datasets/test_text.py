@@ -68,7 +68,7 @@ def test_files_without_pairs_are_refused(tmp_path, source, target, expected_erro
     assert all(word in message for word in expected_error), message
 
 
-def test_tab_separated_files(tmp_path):
+def test_reads_tab_separated_files(tmp_path):
     path = tmp_path / "x.txt"
     path.write_bytes(text(["a\tb", " c \t", "d\u00a0?\te"]))
     assert read_tsv(path) == (["a", "c", "d\u00a0?"], ["b", "", "e"])

@@ -122,7 +122,7 @@ def test_stop_text_is_encoded_as_a_word(tokenizer):
         assert [tokenizer.encode_stop(text)] == tokenizer.encode([text]).to_list()
 
 
-def test_lower_case():
+def test_lower_case_folds_text_before_encoding():
     tokenizer = SubwordTokenizer.train(SENTENCES, 130, lower_case=True)
     assert tokenizer.decode(tokenizer.encode(["L'ÉTÉ DIT"])) == ["l'été dit"]
     assert not any(c.isupper() for piece in tokenizer.vocabulary[4:] for c in piece)

@@ -161,7 +161,7 @@ each_field = pytest.mark.parametrize(
 
 
 @each_config
-def test_defaults(cls):
+def test_configs_have_the_documented_defaults(cls):
     config = cls()
     assert dataclasses.asdict(config) == DEFAULTS[cls]
     for name, default in DEFAULTS[cls].items():

@@ -603,7 +603,7 @@ def test_changed_model_is_titled_by_its_name(capsys, tmp_path):
 
 
 @pytest.mark.tensorflow
-def test_published_folder(capsys, tmp_path):
+def test_plans_a_published_folder(capsys, tmp_path):
     """The planner reads only the config, so the folder does not need weights."""
     config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096}
     config |= {"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}

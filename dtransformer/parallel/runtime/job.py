@@ -255,4 +255,4 @@ def agreed_group(ranks: Iterable[int]) -> Group:
 
 def known_group(ranks: Iterable[int]) -> Group | None:
     """Return the group of `ranks`, or `None` if no group of them exists in any order."""
-    return current().groups.known(ranks)
+    return current().groups.find(ranks)
