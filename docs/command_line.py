@@ -66,6 +66,7 @@ NESTED = {
     "`model.adapters`": network_options.AdapterOptions,
     "`model.moe_config`": MoEConfig,
     "`training.groups`": options.GroupOptions,
+    "`training.muon`": options.MuonOptions,
     "`parallel.recompute`": TransformerRecomputeConfig,
 }
 TYPES = {"array": "list", "object": "mapping", "string": "text"}

@@ -12,7 +12,7 @@ import wrapt
 CLASSES = """
     AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
     FixedSparseAttention FlattenedInitializer LatentAttention LayerNorm Linear Masked MaskedLM
-    MaskedLMHead MoE MultiHeadAttention PaddedInitializer PoolingHead
+    MaskedLMHead MoE MultiHeadAttention Muon PaddedInitializer PoolingHead
     PositionEmbedding RMSNorm RelativePositionTable Router SequenceHead
     StackedInitializer TokenHead TokenTypeEmbedding Trainer Transformer TransformerDecoder
     TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer TranslationTransformer

@@ -46,6 +46,11 @@ SUBCLASS_HOOKS = {
         "_track_variable",  # adds a variable of a custom class
         "_trainable_variables",
     ),
+    keras.optimizers.Optimizer: (
+        "_apply_weight_decay",  # decays all weights with one learning rate
+        "_get_variable_index",
+        "_use_weight_decay",
+    ),
     keras.Model: (
         "_compile_metrics",  # container of the metrics given to `compile`
     ),

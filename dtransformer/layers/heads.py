@@ -121,6 +121,7 @@ class LabelHead(Layer):
         if self.pooler_norm is not None:
             self.pooler_norm.build((None, h))
         self.classifier.build((None, h))
+        self.classifier.kernel.is_head = True  # Muon updates it with AdamW.
 
     def logits(self, x: tf.Tensor, training: bool) -> tf.Tensor:
         """Return the logits `[..., num_labels]` of vectors `[..., h]`."""

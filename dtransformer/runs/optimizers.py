@@ -7,8 +7,8 @@ import keras
 from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.runs.config import RunConfig
-from dtransformer.runs.unread import check_optimizer
-from dtransformer.trainers import lr_schedules
+from dtransformer.runs.options import MuonOptions
+from dtransformer.trainers import Muon, lr_schedules
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
 # Schedules that depend on the number of training steps, and their additional options.
@@ -21,21 +21,22 @@ _SCHEDULES_WITH_END = {
 
 
 def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
-    """Return the class of a Keras optimizer.
+    """Return the class of an optimizer: `Muon` of this library, or else Keras' optimizer.
 
     Args:
         name: The optimizer's name, such as `"adamw"`.
 
     Raises:
-        InputError: If Keras has no optimizer of this name, or it is Muon.
+        InputError: If Keras has no optimizer of this name.
     """
-    check_optimizer(name)
+    if name.lower() == "muon":
+        return Muon
     try:
         return type(keras.optimizers.get(name))
     except (TypeError, ValueError):
         raise InputError(
-            "`training.optimizer` must be a Keras optimizer such as adamw, adam, sgd, lion or "
-            f"adafactor, got {name!r}."
+            "`training.optimizer` must be muon or a Keras optimizer such as adamw, adam, sgd, lion "
+            f"or adafactor, got {name!r}."
         ) from None
 
 
@@ -60,7 +61,9 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
                 )
             groups[path] = index
             if path in variables:
-                update = UpdateGroup(group.learning_rate_factor, group.weight_decay)
+                update = UpdateGroup(
+                    group.learning_rate_factor, group.weight_decay, group.adamw
+                )
                 variables[path].update_group = update
 
 
@@ -92,7 +95,10 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
         arguments |= {"use_ema": True, "ema_momentum": options.ema}
     if options.clip_norm:
         arguments["global_clipnorm"] = options.clip_norm
-    if "beta_2" in inspect.signature(kind).parameters:
+    if kind is Muon:
+        muon = options.muon or MuonOptions()
+        arguments |= {"adam_beta_2": options.beta_2, **vars(muon)}
+    elif "beta_2" in inspect.signature(kind).parameters:
         arguments["beta_2"] = options.beta_2
     elif options.beta_2 != type(options).beta_2:
         raise ValueError(f"beta_2 is not an argument of optimizer {options.optimizer}. Remove it.")

@@ -7,10 +7,10 @@ import dataclasses
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.runs.nested_options import make_list
+from dtransformer.runs.nested_options import make_dataclass, make_list
 from dtransformer.runs.network_options import NetworkOptions, TranslationModel
 from dtransformer.runs.value_types import (
     Count,
@@ -138,10 +138,25 @@ class GroupOptions:
     pattern: Name | list[Name] = ""  # Path pattern, or a list of patterns
     learning_rate_factor: NotNegative = 1.0  # Factor on the schedule's learning rate
     weight_decay: NotNegative | None = None  # Replaces training.weight_decay
+    adamw: bool = False  # Update matrices with AdamW, if the optimizer is muon
 
 
 Groups = Annotated[
     tuple[pydantic.InstanceOf[GroupOptions], ...], make_list(GroupOptions, "pattern")
+]
+
+
+@run_options
+class MuonOptions:
+    """Options of the optimizer muon."""
+
+    momentum: Rate = 0.95  # Decay rate of the momentum of matrices
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"  # Update scale
+    adam_lr_ratio: NotNegative = 1.0  # AdamW's learning rate divided by training.learning_rate
+
+
+Muon = Annotated[
+    pydantic.InstanceOf[MuonOptions] | None, BeforeValidator(make_dataclass(MuonOptions))
 ]
 
 
@@ -152,7 +167,7 @@ class OptimizerOptions:
     epochs: Epochs = 10  # Total epochs, including epochs before a resume
     max_steps: Count | None = None  # Stop after this total number of steps
     max_minutes: NotNegative | None = None  # Stop after the first step beyond this time
-    optimizer: Name = "adamw"  # Name of a Keras optimizer
+    optimizer: Name = "adamw"  # muon, or name of a Keras optimizer
     learning_rate: NotNegative = 1e-3  # Peak learning rate, after the warm-up
     schedule: Schedule = "inverse_sqrt"  # inverse_sqrt, linear, cosine, constant, wsd or restarts
     warmup_steps: Number = 400  # Steps of linear warm-up from 0
@@ -166,6 +181,7 @@ class OptimizerOptions:
     z_loss: Rate = 0.0  # Factor on logsumexp² of the logits in the loss, such as 1e-4
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
+    muon: Muon = None  # {momentum: …, adjust_lr_fn: …, adam_lr_ratio: …} of the optimizer muon
 
 
 @run_options

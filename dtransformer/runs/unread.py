@@ -40,6 +40,7 @@ _SCHEDULES_WITH_END = ("linear", "cosine", "wsd", "restarts")
 _READ_ONLY_WITH = (
     ("training.decay_steps", "training.schedule", ("wsd",)),
     ("training.restarts", "training.schedule", ("restarts",)),
+    ("training.muon", "training.optimizer", ("muon", "Muon")),
     ("training.final_learning_rate", "training.schedule", _SCHEDULES_WITH_END),
     *(
         (f"tokenizer.{key}", other, _UNSET)
@@ -62,28 +63,13 @@ def get_base_task(task: str) -> str:
     return BASE_TASKS.get(task, task)
 
 
-def check_optimizer(name: str) -> None:
-    """Check that a config does not use Muon, which would update many weights with AdamW.
-
-    Raises:
-        InputError: If the name is `"muon"`, in any case.
-    """
-    if name.lower() == "muon":
-        raise InputError(
-            "`training.optimizer`: muon is not supported yet, because Keras' Muon would update the "
-            "kernels of attention and experts (three dimensions) with AdamW, and an untied head "
-            "and attention biases (two dimensions) with Muon. Use adamw, adafactor, lion or sgd."
-        )
-
-
 def check_read(config: RunConfig) -> None:
     """Check that a run reads all keys of a config that differ from their defaults.
 
     Raises:
-        InputError: If the task or another option makes a key unused, a required key is missing, or
-            the optimizer is Muon. The message names the first wrong key and the fix.
+        InputError: If the task or another option makes a key unused, or a required key is missing.
+            The message names the first wrong key and the fix.
     """
-    check_optimizer(config.training.optimizer)
     _check_adapters(config)
     _check_context(config)
     changed = {
@@ -106,6 +92,12 @@ def check_read(config: RunConfig) -> None:
             raise InputError(
                 f"`{key}` has no effect with {other}={short_repr(other_value)}. Remove one of them."
             )
+    optimizer = config.training.optimizer
+    if any(group.adamw for group in config.training.groups) and optimizer.lower() != "muon":
+        raise InputError(
+            f"`training.groups`: adamw has no effect with training.optimizer={optimizer}, only with "
+            "muon. Remove it."
+        )
     has_dev = any(getattr(config.data, key, None) for key in ("dev", "dev_source"))
     for key in ("evaluation.every_steps", "training.early_stopping"):
         if key in changed and not has_dev:

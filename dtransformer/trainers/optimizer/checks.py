@@ -51,7 +51,7 @@ def _warn_muon_uses_adamw(optimizer, weights):
         warnings.warn(
             f"keras.optimizers.Muon updates {kernels[0]} and {len(kernels) - 1} other kernels with "
             "AdamW, because they do not have two dimensions, and an untied head with Muon. Use "
-            "AdamW, Adafactor or Lion.",
+            "dtransformer.trainers.Muon.",
             stacklevel=2,
         )
 

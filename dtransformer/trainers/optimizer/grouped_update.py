@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives.division import pack_consecutive
+from dtransformer.trainers.optimizer.muon import Muon
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
@@ -97,6 +98,7 @@ class _Unit:
             # Keras also matches the name of the `tf.Variable`, which may end with ":0".
             _compat.uses_weight_decay(optimizer, proxy if variable is None else variable.value),
             id(proxy.constraint),
+            optimizer.matrix_shape(parameter) if isinstance(optimizer, Muon) else None,
             *((name, tuple(state.shape), state.dtype) for name, state in states),
         )
         return cls(index, proxy, variable, [state for _, state in states], group, key)

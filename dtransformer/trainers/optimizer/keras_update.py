@@ -8,13 +8,16 @@ from dtransformer.trainers.optimizer.grouped_update import GroupedUpdate
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.states import unit_states
 
+# Modules of optimizers that update each weight separately.
+_MODULES = ("keras.", "dtransformer.")
+
 
 def keras_update(optimizer, units, run_eagerly, jit_compile):
     """Return a function that updates units.
 
-    Keras' optimizers run in shared functions, see `GroupedUpdate`, unless functions run eagerly
-    or a unit cannot be updated without the others. Custom optimizers update all units in one
-    call, because their use of weights and states is unknown.
+    Optimizers of Keras and of this library run in shared functions, see `GroupedUpdate`, unless
+    functions run eagerly or a unit cannot be updated without the others. Custom optimizers update
+    all units in one call, because their use of weights and states is unknown.
 
     Args:
         optimizer: Built Keras optimizer.
@@ -32,7 +35,7 @@ def keras_update(optimizer, units, run_eagerly, jit_compile):
     parameters = [unit.parameter for unit in units]
     groups = [getattr(unit.weight, "update_group", None) for unit in units]
     states = None
-    if type(optimizer).__module__.startswith("keras.") and not run_eagerly:
+    if type(optimizer).__module__.startswith(_MODULES) and not run_eagerly:
         states = unit_states(optimizer, len(units))
     if states is not None and (any(groups) or not tf.config.functions_run_eagerly()):
         return GroupedUpdate(optimizer, parameters, states, groups, jit_compile)

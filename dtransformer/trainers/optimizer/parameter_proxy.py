@@ -37,16 +37,18 @@ class ParameterProxy:
         owner: Keras variable that the parameter is a part of.
         shape: Shape of the values.
         constraint: Function that projects the value after an update. `None` disables it.
+        weight: Full Keras variable that `owner` is a shard of. Defaults to `owner`.
     """
 
     trainable = True
 
-    def __init__(self, owner, shape, constraint=None):
+    def __init__(self, owner, shape, constraint=None, weight=None):
         self.shape = tf.TensorShape(shape)
         self.dtype = owner.value.dtype
         self.name = owner.name
         self.path = owner.path
         self.constraint = constraint
+        self.weight = owner if weight is None else weight
         self.device = owner.value.device
         self._unique_id = _compat.variable_key(owner.value)
         self._value = None

@@ -149,9 +149,10 @@ class UpdateUnits:
 
 
 def _unsharded_unit(shard, positions):
-    shape = true_shape(shard.weight)
-    parameter = ParameterProxy(shard.shard, shape, shard.weight.constraint)
-    return UpdateUnit(parameter, tuple(positions), shard.weight, full_bounds(shape), None)
+    weight = shard.weight
+    shape = true_shape(weight)
+    parameter = ParameterProxy(shard.shard, shape, weight.constraint, weight)
+    return UpdateUnit(parameter, tuple(positions), weight, full_bounds(shape), None)
 
 
 def _padded(value, shape):
