@@ -12,6 +12,7 @@ from dtransformer.models import (
     add_lora,
     freeze,
 )
+from dtransformer.trainers import Muon
 from harness import block_networks
 
 VOCAB_SIZE = 60
@@ -90,10 +91,8 @@ def adafactor(epsilon, **options):
 
 
 def muon(epsilon, **options):
-    """Like `adamw`. Muon orthogonalizes the momenta of matrices. Biases use AdamW."""
-    optimizer = keras.optimizers.Muon(
-        1e-3, weight_decay=0.1, epsilon=epsilon, clipvalue=0.01, exclude_layers=["bias"]
-    )
+    """Like `adamw`. Muon orthogonalizes the momenta of matrices."""
+    optimizer = Muon(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
     return _without_decay(optimizer, **options)
 
 

@@ -13,7 +13,7 @@ QUICK = """
     long_causal/cp2mp2@2x2+rows+ring long_causal/dp2cp2@2x2+all_gather+shard3
     long_causal/cp2pp2m2-1f1b@2x2+ring long_moe/dp2cp2ep2-interleaved2@1x4+ring
     moe/dp4ep2@2x2+shard2 moe/dp2mp2ep2m2@2x2+rows+sp+shard3+recompute
-    moe/dp2ep2pp2m2-1f1b@2x2
+    moe/dp2ep2pp2m2-1f1b@2x2 muon/mp2@1x2+rows+whole1
 """.split()
 LONG = """
     moe/dp2ep2@2x1 adamw/dp2m2@2x1+shard2+recompute long.used/dp2cp2@2x2+all_gather
@@ -72,7 +72,7 @@ LONG = """
     lamb/dp2@2x1+whole1 adafactor/dp2@2x1+whole1 adafactor/dp2@2x1+whole2 muon/dp2@2x1+whole2
     adamw/dp2@2x1+whole2 lamb/dp2mp2@2x2+rows+whole1 lamb/dp4@4x1+whole1
     adafactor/dp4@4x1+whole2 muon/dp4@4x1+whole2 adafactor/dp2mp2@4x1+rows+whole2
-    muon/mp2@2x1+rows+whole1 tied.used/mp2@2x1+rows+sp sgd/mp4@2x2+rows adamw/dp2@2x1+shard2
+    muon/mp2@2x1+rows+whole1 muon/pp2m4-1f1b@2x1 muon/dp2mp2@2x2+whole2 tied.used/mp2@2x1+rows+sp sgd/mp4@2x2+rows adamw/dp2@2x1+shard2
     lamb/dp2@2x1+whole2 deep_tied.used/pp2m2-interleaved2@2x1 deep_tied/dp2pp2m2-1f1b@4x1+shard2
     llama/mp2@2x1 long_causal/cp2@2x1+ring gemma/dp2@2x1+shard3 deep_gemma/pp2m2-1f1b@2x1
     olmo/mp2@1x2+rows+sp olmo/dp2@2x1+shard3 deep_olmo/pp2m2-1f1b@2x1

@@ -50,7 +50,7 @@ class Muon(keras.optimizers.Optimizer):
         momentum: Float. Decay rate of the momentum of matrices. Defaults to `0.95`.
         nesterov: Boolean. Whether to use Nesterov momentum. Defaults to `True`.
         ns_steps: Integer. Number of Newton–Schulz steps. Defaults to `5`.
-        ns_dtype: String. Dtype of Newton–Schulz. `None` selects bfloat16 on GPUs and float32 on
+        ns_dtype: String. Dtype of the products of Newton–Schulz. `None` selects bfloat16 on GPUs and float32 on
             CPUs (default).
         adjust_lr_fn: `"match_rms_adamw"` (default) multiplies the update by
             `0.2 * sqrt(max(inputs, outputs))`, so that learning rates of AdamW fit. `"original"`
@@ -187,20 +187,25 @@ def orthogonalize(matrices: tf.Tensor, num_steps: int = 5, dtype: str = "float32
     Args:
         matrices: Float tensor of shape `[..., inputs, outputs]`.
         num_steps: Integer. Number of steps. Defaults to `5`.
-        dtype: String. Dtype of the products. Defaults to `"float32"`.
+        dtype: String. Dtype of the products. Sums are float32. Defaults to `"float32"`.
 
     Returns:
-        A tensor of shape `[..., inputs, outputs]` and the given dtype.
+        A float32 tensor of shape `[..., inputs, outputs]`.
     """
+
+    def product(a, b, **options):
+        result = tf.matmul(tf.cast(a, dtype), tf.cast(b, dtype), **options)
+        return tf.cast(result, "float32")
+
+    matrices = tf.cast(matrices, "float32")
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     norms = tf.norm(matrices, axis=(-2, -1), keepdims=True)
-    x = tf.cast(matrices / tf.maximum(norms, _MIN_NORM), dtype)
+    x = matrices / tf.maximum(norms, _MIN_NORM)
     for _ in range(num_steps):
         # The smaller of x xᵀ and xᵀ x.
-        gram = tf.matmul(x, x, transpose_a=is_tall, transpose_b=not is_tall)
-        polynomial = _B * gram + _C * tf.matmul(gram, gram)
-        product = tf.matmul(x, polynomial) if is_tall else tf.matmul(polynomial, x)
-        x = _A * x + product
+        gram = product(x, x, transpose_a=is_tall, transpose_b=not is_tall)
+        polynomial = _B * gram + _C * product(gram, gram)
+        x = _A * x + (product(x, polynomial) if is_tall else product(polynomial, x))
     return x
 
 
