@@ -40,6 +40,7 @@ class System:
             logit for cross entropy.
         sum_bytes: Bytes per element in sums over the model axis. `None` uses the size of an
             activation.
+        table_state_bytes: Additional unsharded state bytes per parameter of tables and heads.
         copies_weights: Boolean, whether a rank without a mesh computes with a 16-bit copy of the
             weights at levels 1 and 2 and shards the float32 weights with the states.
     """
@@ -59,6 +60,7 @@ class System:
     loss_sums: int = 3
     sum_bytes: int | None = None
     copies_weights: bool = False
+    table_state_bytes: float = 0
 
     def bytes_per_parameter(self, level, is_on_mesh):
         """Return unsharded bytes per parameter, as a `(weights, gradients, states)` tuple.
@@ -165,4 +167,6 @@ class Job:
             # DTensor sends bfloat16 as float32.
             sum_bytes=4 if "bfloat16" in (self.precision or "") else None,
             copies_weights=self.is_mixed and value_bytes == 4,
+            # Muon updates tables and heads with AdamW, which has a second state.
+            table_state_bytes=value_bytes * (self.optimizer == "muon"),
         )

@@ -153,6 +153,10 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
         experts = state_bytes(expert_parameters, expert_shards, layouts.level, *sizes)
         for kind, x, y in zip(totals, dense, experts):
             totals[kind] = totals[kind] + x + y
+    if not model.adapter_rank:
+        tables = stage_table_parameters(model, layouts, stage, is_trained=True)
+        sizes = (0, 0, system.table_state_bytes)
+        totals["states"] = totals["states"] + state_bytes(tables, num_shards, layouts.level, *sizes)[2]
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
     rows = b * model.num_predictions / layouts.context
     logits = stage.has_head * rows * model.config.vocab_size / t * (item_bytes + 2 * 4)
@@ -205,11 +209,23 @@ def stage_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_t
         total = total + count * block_parameters / t
     if is_trained and model.adapter_rank:
         return total
-    rows = np.where(layouts.rows > 0, t, 1)
+    return total + stage_table_parameters(model, layouts, stage, is_trained)
+
+
+def stage_table_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
+    """Return the number of parameters outside blocks on a rank of a stage, as an array [N].
+
+    Args:
+        model: A `ModelShape`.
+        layouts: The `Layouts`.
+        stage: The `StageKind`.
+        is_trained: Boolean, whether to count trained parameters only.
+    """
+    rows = np.where(layouts.rows > 0, layouts.model, 1)
     has_tables = not is_trained or model.trains_tables
     table = has_tables * (model.embedding_parameters() + model.other_parameters())
     # Both the first and the last stage store a tied table.
     head = model.head_parameters()
     if model.tied_head and has_tables and not stage.has_embedding:
         head += model.config.hidden_size * model.config.vocab_size
-    return total + (stage.has_embedding * table + stage.has_head * head) / rows
+    return (stage.has_embedding * table + stage.has_head * head) / rows

@@ -509,6 +509,21 @@ def test_frozen_weights_have_no_gradients_and_states(level, precision):
         assert planned.flops_share < 0.7
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_muon_has_two_states_for_tables_and_one_for_blocks(level):
+    model, devices = get_model("llama3_8b"), cluster(8)
+
+    def state_bytes(optimizer):
+        config = TransformerOpParallelConfig(optimizer_shard=level)
+        return cost(model, devices, Job(64, "bfloat16", optimizer), config).bytes_by_kind["states"]
+
+    one_state, two_states = state_bytes("lion"), state_bytes("adamw")
+    tables = model.embedding_parameters() + model.head_parameters()
+    expected = one_state + (two_states - one_state) * tables / model.parameters()
+    assert state_bytes("muon") == pytest.approx(expected, rel=1e-3)
+    assert one_state < expected < 0.6 * two_states
+
+
 @pytest.mark.tensorflow
 def test_adapters_match_network_counts():
     from dtransformer.models import CausalLM, add_lora, freeze

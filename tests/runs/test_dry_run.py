@@ -195,6 +195,9 @@ def test_incompatible_techniques_raise_an_error(dry_run):
     options = ["parallel.data_parallel=2", "parallel.optimizer_shard=3"]
     code, _, err = dry_run("gpt", *options, "training.optimizer=adafactor")
     assert code == 2 and "Adafactor computes with full weights" in err
+    code, _, err = dry_run("gpt", *options, "training.optimizer=muon")
+    assert code == 2 and "Muon computes with full weights" in err
+    assert "Set optimizer_shard_partition='whole' with optimizer_shard=1 or 2" in err
     assert dry_run("gpt", *options)[0] == 0
 
 

@@ -13,11 +13,11 @@ import tensorflow as tf
 from dtransformer.cli import main
 from dtransformer.cli.chat import chat
 from dtransformer.errors import InputError
-from dtransformer.models import from_pretrained
+from dtransformer.models import CausalLM, from_pretrained
 from dtransformer.runs.config import load_config
 from dtransformer.runs.evaluating import evaluate_run
 from dtransformer.runs.loading import opened
-from dtransformer.runs.optimizers import make_optimizer
+from dtransformer.runs.optimizers import group_weights, make_optimizer
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
@@ -25,6 +25,7 @@ from dtransformer.runs.tasks import documents, load_run, make_task
 from dtransformer.runs.tasks.classification import label_name
 from dtransformer.runs.tasks.embedding import Embedding
 from dtransformer.runs.tasks.reward import Reward
+from dtransformer.trainers import Muon
 from tests.runs.small_records import CONFIGS, write, write_config
 
 OTHERS = [name for name in CONFIGS if name not in ("gpt", "chat", "preference")]
@@ -348,6 +349,26 @@ def test_weight_decay_excludes_biases(optimizer, decay):
     created.apply([np.zeros(2, "float32")] * 2, [kernel, bias])
     np.testing.assert_allclose(kernel.numpy(), 1 - decay, rtol=1e-6)
     np.testing.assert_array_equal(bias.numpy(), 1)
+
+
+def test_yaml_sets_the_options_of_muon():
+    settings = ["training.optimizer=muon", "training.beta_2=0.9", "training.weight_decay=0.2"]
+    settings += ["training.muon={adam_lr_ratio: 0.5, adjust_lr_fn: original, momentum: 0.8}"]
+    muon = make_optimizer(load_config(None, settings), total_steps=10)
+    assert type(muon) is Muon and muon.weight_decay == 0.2 and muon.adam_beta_2 == 0.9
+    assert (muon.adam_lr_ratio, muon.adjust_lr_fn, muon.momentum) == (0.5, "original", 0.8)
+
+
+def test_groups_exclude_matrices_from_muon():
+    groups = "training.groups=[{pattern: '*query_kernel', adamw: true}]"
+    config = load_config(None, ["task=causal_lm", "training.optimizer=muon", groups])
+    network = CausalLM(9, hidden_size=8, num_heads=2, num_layers=1)
+    network.build()
+    group_weights(network, config)
+    optimizer = make_optimizer(config, total_steps=10)
+    kernels = {w.name: w for w in network.trainable_variables if w.name.endswith("y_kernel")}
+    shapes = {name: optimizer.matrix_shape(kernel) for name, kernel in kernels.items()}
+    assert shapes["query_kernel"] is None and len(shapes["key_kernel"]) == 2
 
 
 def test_records_are_encoded_in_groups(place, monkeypatch):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtransformer._compat import uses_weight_decay
 from dtransformer.models import CausalLM
-from dtransformer.trainers import Trainer
+from dtransformer.trainers import Muon, Trainer
 from dtransformer.trainers.optimizer import grouped_update
 from dtransformer.trainers.optimizer.grouped_update import grouped_calls
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
@@ -244,4 +244,6 @@ def test_warns_if_muon_updates_kernels_of_attention_with_adamw():
     (text,) = muon_warnings(keras.optimizers.Muon(0.01), language_model())
     # Queries, keys, values and outputs of two blocks.
     assert "block_0/attention/query_kernel and 7 other kernels with AdamW" in text
+    assert "Use dtransformer.trainers.Muon" in text
+    assert not muon_warnings(Muon(0.01), language_model())
     assert not muon_warnings(keras.optimizers.AdamW(0.01), language_model())
