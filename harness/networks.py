@@ -92,7 +92,9 @@ def adafactor(epsilon, **options):
 
 def muon(epsilon, **options):
     """Like `adamw`. Muon orthogonalizes the momenta of matrices."""
-    optimizer = Muon(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
+    optimizer = Muon(
+        1e-3, weight_decay=0.1, adam_weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5
+    )
     return _without_decay(optimizer, **options)
 
 

@@ -46,10 +46,10 @@ SUBCLASS_HOOKS = {
         "_track_variable",  # adds a variable of a custom class
         "_trainable_variables",
     ),
-    keras.optimizers.Optimizer: (
-        "_apply_weight_decay",  # decays all weights with one learning rate
+    keras.optimizers.Muon: (
         "_get_variable_index",
-        "_use_weight_decay",
+        "_muon_update_step",  # update of a matrix
+        "_should_use_adamw",  # which update a weight has
     ),
     keras.Model: (
         "_compile_metrics",  # container of the metrics given to `compile`

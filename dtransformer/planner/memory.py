@@ -156,7 +156,9 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
     if not model.adapter_rank:
         tables = stage_table_parameters(model, layouts, stage, is_trained=True)
         sizes = (0, 0, system.table_state_bytes)
-        totals["states"] = totals["states"] + state_bytes(tables, num_shards, layouts.level, *sizes)[2]
+        totals["states"] = (
+            totals["states"] + state_bytes(tables, num_shards, layouts.level, *sizes)[2]
+        )
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
     rows = b * model.num_predictions / layouts.context
     logits = stage.has_head * rows * model.config.vocab_size / t * (item_bytes + 2 * 4)

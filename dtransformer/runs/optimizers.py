@@ -61,9 +61,7 @@ def group_weights(network: keras.Model, config: RunConfig) -> None:
                 )
             groups[path] = index
             if path in variables:
-                update = UpdateGroup(
-                    group.learning_rate_factor, group.weight_decay, group.adamw
-                )
+                update = UpdateGroup(group.learning_rate_factor, group.weight_decay, group.adamw)
                 variables[path].update_group = update
 
 
@@ -98,6 +96,7 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
     if kind is Muon:
         muon = options.muon or MuonOptions()
         arguments |= {"adam_beta_2": options.beta_2, **vars(muon)}
+        arguments["adam_weight_decay"] = options.weight_decay * muon.adam_lr_ratio
     elif "beta_2" in inspect.signature(kind).parameters:
         arguments["beta_2"] = options.beta_2
     elif options.beta_2 != type(options).beta_2:

@@ -151,7 +151,7 @@ class MuonOptions:
     """Options of the optimizer muon."""
 
     momentum: Rate = 0.95  # Decay rate of the momentum of matrices
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"  # Update scale
+    rms_rate: Positive | None = 0.2  # RMS of matrix updates; null: scale of Jordan et al.
     adam_lr_ratio: NotNegative = 1.0  # AdamW's learning rate divided by training.learning_rate
 
 
@@ -181,7 +181,7 @@ class OptimizerOptions:
     z_loss: Rate = 0.0  # Factor on logsumexp² of the logits in the loss, such as 1e-4
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
-    muon: Muon = None  # {momentum: …, adjust_lr_fn: …, adam_lr_ratio: …} of the optimizer muon
+    muon: Muon = None  # {momentum: …, rms_rate: …, adam_lr_ratio: …} of the optimizer muon
 
 
 @run_options

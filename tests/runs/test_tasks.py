@@ -353,10 +353,11 @@ def test_weight_decay_excludes_biases(optimizer, decay):
 
 def test_yaml_sets_the_options_of_muon():
     settings = ["training.optimizer=muon", "training.beta_2=0.9", "training.weight_decay=0.2"]
-    settings += ["training.muon={adam_lr_ratio: 0.5, adjust_lr_fn: original, momentum: 0.8}"]
+    settings += ["training.muon={adam_lr_ratio: 0.5, rms_rate: null, momentum: 0.8}"]
     muon = make_optimizer(load_config(None, settings), total_steps=10)
     assert type(muon) is Muon and muon.weight_decay == 0.2 and muon.adam_beta_2 == 0.9
-    assert (muon.adam_lr_ratio, muon.adjust_lr_fn, muon.momentum) == (0.5, "original", 0.8)
+    assert muon.adam_weight_decay == 0.1
+    assert (muon.adam_lr_ratio, muon.rms_rate, muon.momentum) == (0.5, None, 0.8)
 
 
 def test_groups_exclude_matrices_from_muon():

@@ -261,4 +261,7 @@ def _group_settings(optimizer, group):
     settings = _compat.learning_rate_times(optimizer, group.rate_factor)
     if group.weight_decay is not None:
         settings["weight_decay"] = group.weight_decay
+        # Keras multiplies it by the learning rate of matrices.
+        ratio = getattr(optimizer, "adam_lr_ratio", 1)
+        settings["adam_weight_decay"] = group.weight_decay * ratio
     return settings
