@@ -72,7 +72,8 @@ LONG = """
     lamb/dp2@2x1+whole1 adafactor/dp2@2x1+whole1 adafactor/dp2@2x1+whole2 muon/dp2@2x1+whole2
     adamw/dp2@2x1+whole2 lamb/dp2mp2@2x2+rows+whole1 lamb/dp4@4x1+whole1
     adafactor/dp4@4x1+whole2 muon/dp4@4x1+whole2 adafactor/dp2mp2@4x1+rows+whole2
-    muon/mp2@2x1+rows+whole1 muon/pp2m4-1f1b@2x1 muon/dp2mp2@2x2+whole2 tied.used/mp2@2x1+rows+sp sgd/mp4@2x2+rows adamw/dp2@2x1+shard2
+    muon/mp2@2x1+rows+whole1 muon/pp2m4-1f1b@2x1 muon/dp2mp2@2x2+whole2
+    tied.used/mp2@2x1+rows+sp sgd/mp4@2x2+rows adamw/dp2@2x1+shard2
     lamb/dp2@2x1+whole2 deep_tied.used/pp2m2-interleaved2@2x1 deep_tied/dp2pp2m2-1f1b@4x1+shard2
     llama/mp2@2x1 long_causal/cp2@2x1+ring gemma/dp2@2x1+shard3 deep_gemma/pp2m2-1f1b@2x1
     olmo/mp2@1x2+rows+sp olmo/dp2@2x1+shard3 deep_olmo/pp2m2-1f1b@2x1

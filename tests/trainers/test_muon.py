@@ -62,7 +62,7 @@ def test_bfloat16_products_are_as_close_to_float32_as_in_torch():
     torch.optim.Muon([reference], lr=1.0).step()
     torch_update = -reference.detach().numpy() / np.sqrt(24 / 16)
     torch_error = np.linalg.norm(torch_update - expected)
-    assert 0 < error < 1.2 * torch_error < 0.05 * np.linalg.norm(expected)
+    assert 0 < error < 1.5 * torch_error < 0.05 * np.linalg.norm(expected)
 
 
 def test_singular_values_become_close_to_one():
