@@ -1,5 +1,7 @@
 """A training step: count tokens, run forward and backward, reduce, clip, update, log."""
 
+from functools import partial
+
 import keras
 import tensorflow as tf
 
@@ -41,9 +43,12 @@ class Step:
         self.expert_loads = ExpertLoads()
         self._forward_backward = engine.forward_backward
         num_micro_batches = get_parallel_config().micro_batch_num
-        if num_micro_batches > 1 and not engine.takes_micro_batches:
+        reduce = optimizer_step.reduce_micro_batch
+        if engine.takes_micro_batches:
+            self._forward_backward = partial(engine.forward_backward, reduce=reduce)
+        elif num_micro_batches > 1:
             self._forward_backward = accumulate_gradients(
-                engine.forward_backward, num_micro_batches, optimizer_step.reduce_micro_batch
+                engine.forward_backward, num_micro_batches, reduce
             )
         self._fingerprints = compiler.part(fingerprint_table)
         self._reduce = compiler.part(self._reduce_and_clip)

@@ -104,14 +104,6 @@ class Checked:
         object.__setattr__(self, name, checked_value(type(self), name, value))
 
 
-# Fields whose work each pipeline stage would repeat for every micro-batch.
-_PIPELINE_CONFLICTS = {
-    "optimizer_shard": "Every weight would be gathered twice for each micro-batch. Use level 2, which "
-    "shards gradients and optimizer states.",
-    "gradient_accumulation_shard": "Gradients would be sent for each micro-batch. Leave it False.",
-}
-
-
 def check_supported(config, local_devices: int = 1) -> None:
     """Check that the fields of a config work together.
 
@@ -147,11 +139,6 @@ def check_supported(config, local_devices: int = 1) -> None:
         )
     if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
         degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"
-        for name, value in settings_without_chunks(config).items():
-            raise ValueError(
-                f"`{name}={value}` does not work with `{degree}={getattr(config, degree)}`. "
-                f"{_PIPELINE_CONFLICTS[name]}"
-            )
         if any("data" in axes for axes in (config.layout_map or {}).values()):
             raise ValueError(
                 f"`layout_map` shards weights over the axis 'data', which does not work with "
@@ -174,12 +161,6 @@ def check_supported(config, local_devices: int = 1) -> None:
                 f"context_parallel={config.context_parallel} and local_devices={local_devices}. Set "
                 "`pipeline_schedule` to '1f1b' or 'interleaved'."
             )
-
-
-def settings_without_chunks(config) -> dict:
-    """Return a dict of the config's settings that no pipeline supports, even with one stage."""
-    refused = {"optimizer_shard": 3, "gradient_accumulation_shard": True}
-    return {x: refused[x] for x in _PIPELINE_CONFLICTS if getattr(config, x) == refused[x]}
 
 
 def check_joined(config, topology, placement) -> None:

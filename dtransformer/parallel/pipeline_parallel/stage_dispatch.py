@@ -15,6 +15,7 @@ from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.stage_assignment import check_here
 from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+from dtransformer.parallel.zero.gather import read_copy
 
 # Layers of another stage return placeholder outputs during tracing.
 
@@ -199,7 +200,7 @@ class ChunkView:
                 _compat.with_mask(flat[i], mask)
         if self.chunk in self._dataflow.get_copy_chunks(layer):
             for i, weight in layer.weight_outputs.items():
-                flat[i] = tf.convert_to_tensor(getattr(layer, weight))
+                flat[i] = read_copy(getattr(layer, weight))
         return tf.nest.pack_sequence_as(results, flat)
 
     def _keep_sent(self, layer, name, results, args, kwargs):

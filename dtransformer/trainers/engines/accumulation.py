@@ -4,8 +4,13 @@ A step stores the activations of only one micro-batch at a time. Gradients and s
 results of the full batch.
 """
 
+from collections.abc import Callable
+
+import keras
 import tensorflow as tf
 
+from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from dtransformer.trainers.row_sharding import take_shard
 
 _NOT_INLINED = {"_noinline": True}
@@ -18,7 +23,8 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
         forward_backward: Function like `Engine.forward_backward`.
         num_micro_batches: Number of micro-batches. Rows are divided as evenly as possible. With
             fewer rows, some micro-batches are empty.
-        reduce: Function that is applied to the gradients of each micro-batch before they are added.
+        reduce: Function that is applied to the gradients of each micro-batch before they are added,
+            or `None`.
 
     Returns:
         A function with the same arguments and results. Gradients and sums are added over the
@@ -33,7 +39,9 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
             gradients, outputs, sums = forward_backward(
                 *take_shard(batch, i, num_micro_batches), scalars._replace(seed=seed)
             )
-            return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
+            if reduce is not None:
+                gradients = reduce(gradients)
+            return [tf.convert_to_tensor(x) for x in gradients], outputs, sums
 
         compute = micro_batch
         # Compile one function and call it for each micro-batch.
@@ -72,3 +80,45 @@ def _concat(*tensors):
 def micro_batch_seed(seed, i, num_micro_batches):
     """Return the dropout seed of micro-batch `i`."""
     return tf.stack([seed[0], seed[1] * num_micro_batches + tf.cast(i, seed.dtype)])
+
+
+class MicroBatchReduction:
+    """Compiled reduction of the gradients of some weights, for engines that run in Python.
+
+    Args:
+        network: The built `keras.Model`.
+        reduce: As in `accumulate_gradients`. Also accepts `None` for missing gradients.
+        recording: Function of a name that returns a context manager. A reduction is compiled inside
+            of it.
+
+    Call arguments:
+        gradients: Dict from weight ids to lists of the gradients' local shards.
+
+    Returns:
+        Dict with the same keys and the reduced shards.
+    """
+
+    def __init__(self, network: keras.Model, reduce: Callable, recording: Callable):
+        self._num_shards = {
+            id(weight): len(get_local_shards([weight])) for weight in network.trainable_variables
+        }
+        self._recording = recording
+
+        def run(gradients):
+            with transport.global_names():
+                return reduce(gradients)
+
+        self._function = tf.function(run, autograph=False)
+
+    def __call__(self, gradients):
+        shards = []
+        for key, count in self._num_shards.items():
+            shards += gradients.get(key, [None] * count)
+        with self._recording(f"reduction {[x is None for x in shards]}"):
+            reduced = iter(self._function(shards))
+        result = {}
+        for key, count in self._num_shards.items():
+            local = [next(reduced) for _ in range(count)]
+            if key in gradients:
+                result[key] = local
+        return result

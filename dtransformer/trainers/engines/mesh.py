@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives.replica_consistency import ReplicaConsistency
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.config.validators import settings_without_chunks
 from dtransformer.parallel.mesh import variable as mesh_variable
 from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis, relayout, replicate
 from dtransformer.parallel.mesh.batch import (
@@ -133,8 +132,7 @@ class MeshEngine(Engine):
 def _warn_slow_compilation(network):
     """Warn if the network is so deep that its first step takes long to compile."""
     num_blocks = number_of_blocks(network)
-    may_have_chunks = not settings_without_chunks(get_parallel_config())
-    if num_blocks >= MANY_BLOCKS and may_have_chunks and job.is_chief():
+    if num_blocks >= MANY_BLOCKS and job.is_chief():
         warnings.warn(
             f"{num_blocks} blocks are compiled for the mesh as one function, which may take "
             "minutes. To compile equal blocks only once, with the same losses, pass "

@@ -31,6 +31,7 @@ class PipelineStep:
         num_rows: Number of rows of each micro-batch, without rows that were added for the mesh.
         counts, loss_scale: Device tensors, see `StepScalars`.
         seed: Int64 tensor [2].
+        reduce: `MicroBatchReduction`, or `None` to accumulate gradients without reducing them.
 
     Attributes:
         dataflow: The `Dataflow` of a micro-batch.
@@ -42,7 +43,7 @@ class PipelineStep:
             empty: the function of each chunk, and the names of its compiled TensorFlow functions.
     """
 
-    def __init__(self, engine, batches, num_rows, counts, loss_scale, seed):
+    def __init__(self, engine, batches, num_rows, counts, loss_scale, seed, reduce=None):
         self._engine = engine
         self._devices = engine.devices
         self._batches = batches
@@ -50,6 +51,8 @@ class PipelineStep:
         self._counts = counts
         self._loss_scale = loss_scale
         self._seed = seed
+        self._reduce = reduce
+        self._unreduced = []  # Dicts from weight ids to shards, until the next computation.
         self.dataflow = engine.dataflow(batches[0][0])
         self._last_chunk = self.dataflow.placement.last_chunk
         self._weights = {}  # Chunk -> tensors that gradients are computed for.
@@ -75,6 +78,7 @@ class PipelineStep:
         elif instruction.kind in RECEIVES:
             self._receive(instruction)
         else:
+            self._reduce_gradients()  # After the input gradients were sent to the previous stage.
             getattr(self, f"_{instruction.kind}")(instruction)
             event = Event(self._engine.stage, instruction, self._started, time.time())
             self.events.append(event)
@@ -103,6 +107,7 @@ class PipelineStep:
 
     def finish(self):
         """Wait for all sends, and record the end of all receives."""
+        self._reduce_gradients()
         for sent in self._sends:
             sent.result()
         for name, event in self.received.items():
@@ -120,7 +125,13 @@ class PipelineStep:
         """Return for each trainable weight the list of its gradient's local shards."""
         weights = self._engine.network.trainable_variables
         gradients = [self._gradients.get(id(weight)) for weight in weights]
-        return with_zeros(weights, gradients, lambda i: _zero_shards(weights[i]))
+        return with_zeros(weights, gradients, lambda i: self._zero_shards(weights[i]))
+
+    def _zero_shards(self, weight):
+        zeros = [tf.zeros_like(shard.value) for shard in get_local_shards([weight])]
+        if self._reduce is not None:
+            zeros = self._reduce({id(weight): zeros})[id(weight)]
+        return zeros
 
     def all_outputs(self):
         """Return the outputs of all micro-batches, or `None` without metrics or on other stages."""
@@ -177,7 +188,8 @@ class PipelineStep:
         received_trained = []
         if chunk > self._engine.first_trained:
             received_trained = [x for x, tensor in zip(received, crossing) if tensor.has_gradient]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        recording = self._engine.recording(f"forward {chunk}")
+        with recording, tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*weights, *received_trained])
             sent, (loss, sums, outputs, deferred) = function(
                 weights,
@@ -214,7 +226,8 @@ class PipelineStep:
         # Sums and outputs have no gradient. Pass zeros explicitly, because the tape would create
         # zeros that are not on the mesh.
         upstream = [*upstream, self._devices.put_loss_gradient(), *map(tf.zeros_like, unused)]
-        all_gradients = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
+        with self._engine.recording(f"backward {chunk}"):
+            all_gradients = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
         gradients = all_gradients[: len(weights)]
         input_gradients = all_gradients[len(weights) :]
         self._devices.wait([x for x in all_gradients if x is not None])
@@ -247,15 +260,23 @@ class PipelineStep:
             for weight, gradient in gradients
             if gradient is not None
         }
+        if self._reduce is None:
+            self._add(new)
+        else:
+            self._unreduced.append(new)
+
+    def _reduce_gradients(self):
+        for gradients in self._unreduced:
+            self._add(self._reduce(gradients))
+        self._unreduced.clear()
+
+    def _add(self, new):
+        """Add shards of gradients, a dict from weight ids, to the gradients of other micro-batches."""
         repeated = [key for key in new if key in self._gradients]
         old_shards = [self._gradients[key] for key in repeated]
         new_shards = [new[key] for key in repeated]
         totals = self._engine.add(old_shards, new_shards)
         self._gradients.update({**new, **dict(zip(repeated, totals))})
-
-
-def _zero_shards(weight):
-    return [tf.zeros_like(shard.value) for shard in get_local_shards([weight])]
 
 
 def _activations(k, border):

@@ -39,8 +39,10 @@ class ShardedOptimizer:
         units: List of local `UpdateUnit`s, in the order of the optimizer's states.
         loss_scale: `LossScale`.
         is_sharded: Boolean. Whether the data-parallel group shards the update of any weight.
-        reduce_micro_batch: Function of the list of a micro-batch's gradients. Returns the tensors to
-            accumulate: reduced shards with `gradient_accumulation_shard`, otherwise the gradients.
+        reduce_micro_batch: Function of the list of a micro-batch's gradients that returns the tensors
+            to accumulate: the `Reduction` with `gradient_accumulation_shard`. `None` to accumulate the
+            gradients themselves.
+        stores_sums: Boolean. Whether ranks store reduced gradients until the update.
 
     Raises:
         ValueError: If the layout shards weights and the optimizer cannot update shards.
@@ -56,9 +58,15 @@ class ShardedOptimizer:
         self.is_sharded = any(shard.division is not None for shard in self.shards)
         self._on_mesh = any(shard.mesh_fraction is not None for shard in self.shards)
         self._build(optimizer, weights)
+        config = get_parallel_config()
         ids = [bucket_ids[shard.weight_index] for shard in self.shards]
-        positions = buckets(ids, get_parallel_config().gradient_aggregation_group)
-        self._reduction = phases.Reduction(self.shards, positions, self.partition.level)
+        positions = buckets(ids, config.gradient_aggregation_group)
+        accumulates = config.micro_batch_num > 1
+        self._reduces_micro_batches = accumulates and config.gradient_accumulation_shard
+        self.stores_sums = self.partition.level >= 2 and (
+            self._reduces_micro_batches or not accumulates
+        )
+        self._reduction = phases.Reduction(self.shards, positions, self.stores_sums)
         self._store = partial(store, self._units, positions)
         self._gradient_phases = self._list_gradient_phases()
         jit_compile = compiler.jit_update(weights)
@@ -80,14 +88,13 @@ class ShardedOptimizer:
 
     def _list_gradient_phases(self):
         """Return the phases from an engine's gradients to clipped gradients of update units."""
-        config = get_parallel_config()
         stages = job.pipeline_group()
         steps = []
-        if config.gradient_accumulation_shard and config.micro_batch_num > 1:
+        if self._reduces_micro_batches:
             # Micro-batches accumulate shards. Their sum is reduced already.
             self.reduce_micro_batch = self._reduction
         else:
-            self.reduce_micro_batch = _keep
+            self.reduce_micro_batch = None
             steps.append(partial(phases.reduce_gradients, self._reduction))
         steps.append(partial(phases.unscale, self.loss_scale))
         steps.append(partial(phases.measure_gradients, self.shards))
@@ -147,10 +154,6 @@ class ShardedOptimizer:
             yield
         finally:
             self.take_averages(exchanges=True)
-
-
-def _keep(gradients):
-    return gradients
 
 
 def _run(steps, data):
