@@ -174,7 +174,7 @@ def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, current: Layo
     fitting = layouts[fits]
     # The size and the number of micro-batches depend on each other, so they count as one change.
     names = ("model", "stage", "context", "expert", "chunks", "schedule", "recompute", "level")
-    names += ("sequence", "micro_batches")
+    names += ("reduces", "sequence", "micro_batches")
     changed = sum((getattr(fitting, name) != getattr(current, name)).astype(int) for name in names)
     best = np.lexsort((time.total[fits], changed))[0]
     return f"The cheapest change: {fitting.describe(best)}, {time.total[fits][best]:,.3g} s/step."

@@ -138,6 +138,14 @@ def test_rejects_processes_of_other_launchers(monkeypatch):
         {"pipeline_stage": 2, "micro_batch_num": 4},
         {"pipeline_stage": 2, "micro_batch_num": 4, "optimizer_shard": True},
         {"pipeline_stage": 2, "micro_batch_num": 4, "model_parallel": 2, "optimizer_shard": 2},
+        {"pipeline_stage": 2, "micro_batch_num": 4, "model_parallel": 2, "optimizer_shard": 3},
+        {
+            "pipeline_stage": 2,
+            "micro_batch_num": 2,
+            "pipeline_schedule": "zb_h1",
+            "optimizer_shard": 2,
+            "gradient_accumulation_shard": True,
+        },
         {"vocab_emb_dp": False, "gradient_aggregation_group": 1},
     ],
     ids=str,
@@ -153,21 +161,6 @@ def test_rejects_levels_without_owners_of_whole_weights(level):
         ValueError, match=f"'whole'.*={level}`, because .*Set `optimizer_shard=1` or `2`"
     ):
         validators.check_supported(config)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"optimizer_shard": 3}, {"gradient_accumulation_shard": True, "optimizer_shard": 2}],
-    ids=str,
-)
-def test_rejects_gradient_and_weight_shards_in_pipelines(fields):
-    (name, value), *_ = fields.items()
-    with pytest.raises(
-        ValueError, match=f"`{name}={value}` does not work with `pipeline_stage=2`. "
-    ):
-        validators.check_supported(
-            TransformerOpParallelConfig(pipeline_stage=2, micro_batch_num=2, **fields)
-        )
 
 
 @pytest.mark.parametrize(
