@@ -142,8 +142,8 @@ def check_supported(config, local_devices: int = 1) -> None:
         if any("data" in axes for axes in (config.layout_map or {}).values()):
             raise ValueError(
                 f"`layout_map` shards weights over the axis 'data', which does not work with "
-                f"`{degree}={getattr(config, degree)}`: every weight would be gathered twice for each "
-                "micro-batch. Use 'model' or None in `layout_map`."
+                f"`{degree}={getattr(config, degree)}`: a stage would store the gathered weights of "
+                "every micro-batch. Use 'model' or None in `layout_map`."
             )
         schedules.check(
             config.pipeline_schedule,

@@ -53,11 +53,11 @@ def is_unit(weights: list[keras.Variable]) -> bool:
         unsharding is not None
         and not unsharding.keeps
         and not tf.executing_eagerly()
-        and any(map(_is_gathered, weights))
+        and any(map(is_gathered, weights))
     )
 
 
-def _is_gathered(weight):
+def is_gathered(weight):
     """Return whether a computation all-gathers a weight over data ranks, itself or on its mesh."""
     specs = getattr(weight, "specs", None)
     return is_unsharded_for_use(weight) or specs != getattr(weight, "specs_in_use", None)
