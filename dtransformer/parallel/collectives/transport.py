@@ -277,7 +277,7 @@ def _record_graph():
     if _traced_graphs.get() is None or tf.executing_eagerly():
         return
     graph = tf.compat.v1.get_default_graph()
-    while isinstance(getattr(graph, "outer_graph", None), type(graph)):
+    while isinstance(graph.outer_graph, type(graph)):
         graph = graph.outer_graph
     _traced_graphs.get()[graph] = None
 

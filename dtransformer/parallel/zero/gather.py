@@ -143,6 +143,17 @@ def read_copy(variable: keras.Variable) -> tf.Tensor:
     return value
 
 
+def copied_variable(kernel: tf.Tensor | keras.Variable) -> tf.Tensor | keras.Variable:
+    """Return the variable of a tensor from `read_copy`, possibly cast. Return others unchanged."""
+    copies = getattr(current_unsharding(), "copies", None)
+    source = kernel
+    while copies and isinstance(source, tf.Tensor):
+        if source.name in copies:
+            return copies[source.name]
+        source = source.op.inputs[0] if source.op.type == "Cast" else None
+    return kernel
+
+
 @contextlib.contextmanager
 def unsharding(name: str, **options):
     """Unshard the weights that the `with` block reads; see `Unsharding` for the options."""

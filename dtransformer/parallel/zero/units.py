@@ -38,6 +38,7 @@ from dtransformer.parallel.tracing.two_passes import TwoPasses
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.zero.gather import (
     all_gather,
+    copied_variable,
     current_unsharding,
     full_trained_value,
     inside_unit,
@@ -82,7 +83,7 @@ def run_product(function: Callable, x: tf.Tensor, kernel: tf.Tensor | keras.Vari
         x: Tensor.
         kernel: Tensor or Keras variable.
     """
-    variable = _copied_variable(kernel)
+    variable = copied_variable(kernel)
     if not trace.is_training_step() or not is_unit([variable]):
         return function(x, kernel)
     is_flat = is_unsharded_for_use(variable)
@@ -93,18 +94,6 @@ def run_product(function: Callable, x: tf.Tensor, kernel: tf.Tensor | keras.Vari
     unit = Unit(lambda inputs, _: function(*inputs, variable), [x], [seed], weights)
     (result,) = unit.run([x], [seed], weights)
     return result
-
-
-def _copied_variable(kernel):
-    """Return the variable of a tensor from `read_copy`, maybe cast. Return others unchanged."""
-    if current_unsharding() is None or not current_unsharding().copies:
-        return kernel
-    if not isinstance(kernel, tf.Tensor):
-        return kernel
-    source = kernel
-    while source.op.type in ("Cast", "Identity"):
-        source = source.op.inputs[0]
-    return current_unsharding().copies.get(source.name, kernel)
 
 
 def run_block(

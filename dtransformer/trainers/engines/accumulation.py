@@ -4,13 +4,8 @@ A step stores the activations of only one micro-batch at a time. Gradients and s
 results of the full batch.
 """
 
-from collections.abc import Callable
-
-import keras
 import tensorflow as tf
 
-from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from dtransformer.trainers.row_sharding import take_shard
 
 _NOT_INLINED = {"_noinline": True}
@@ -80,45 +75,3 @@ def _concat(*tensors):
 def micro_batch_seed(seed, i, num_micro_batches):
     """Return the dropout seed of micro-batch `i`."""
     return tf.stack([seed[0], seed[1] * num_micro_batches + tf.cast(i, seed.dtype)])
-
-
-class MicroBatchReduction:
-    """Compiled reduction of the gradients of some weights, for engines that run in Python.
-
-    Args:
-        network: The built `keras.Model`.
-        reduce: As in `accumulate_gradients`. Also accepts `None` for missing gradients.
-        recording: Function of a name that returns a context manager. A reduction is compiled inside
-            of it.
-
-    Call arguments:
-        gradients: Dict from weight ids to lists of the gradients' local shards.
-
-    Returns:
-        Dict with the same keys and the reduced shards.
-    """
-
-    def __init__(self, network: keras.Model, reduce: Callable, recording: Callable):
-        self._num_shards = {
-            id(weight): len(get_local_shards([weight])) for weight in network.trainable_variables
-        }
-        self._recording = recording
-
-        def run(gradients):
-            with transport.global_names():
-                return reduce(gradients)
-
-        self._function = tf.function(run, autograph=False)
-
-    def __call__(self, gradients):
-        shards = []
-        for key, count in self._num_shards.items():
-            shards += gradients.get(key, [None] * count)
-        with self._recording(f"reduction {[x is None for x in shards]}"):
-            reduced = iter(self._function(shards))
-        result = {}
-        for key, count in self._num_shards.items():
-            local = [next(reduced) for _ in range(count)]
-            if key in gradients:
-                result[key] = local
-        return result

@@ -39,7 +39,6 @@ from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 from dtransformer.parallel.zero.gather import unsharding
 from dtransformer.reports import audit
 from dtransformer.trainers.data import check_rows, input_specs, input_symbols
-from dtransformer.trainers.engines.accumulation import MicroBatchReduction
 from dtransformer.trainers.engines.base import Engine, check_any_trained, training_forward
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from dtransformer.trainers.row_sharding import take_shard
@@ -91,7 +90,7 @@ class PipelineEngine(Engine):
         self._last_events = ([], {}, {})
         self._consistency = ReplicaConsistency()
         self._graphs = {}  # Part of a step -> list of its graphs with collectives between ranks.
-        self._reduction = None  # The `MicroBatchReduction` of all steps.
+        self.reduce = None  # Compiled reduction of a micro-batch's gradients.
         self._gathers_on_mesh = config.mesh_spans_data and config.optimizer_shard == 3
 
     def build(self, first):
@@ -122,11 +121,10 @@ class PipelineEngine(Engine):
         """See `Engine.forward_backward`. Gradients belong to this stage's weights.
 
         Args:
-            reduce: As in `accumulate_gradients`. Reduces each micro-batch, with `None` for weights
-                without a gradient.
+            reduce: `Reduction.reduce_weights`, which is applied to each micro-batch, or `None`.
         """
-        if reduce is not None and self._reduction is None:
-            self._reduction = MicroBatchReduction(self.network, reduce, self.recording)
+        if reduce is not None and self.reduce is None:
+            self.reduce = tf.function(reduce, autograph=False)
         check_any_trained(self.first_trained < self.placement.num_chunks)
         batch = (inputs, labels, sample_weight)
         self._consistency.check(batch, "train")
@@ -138,7 +136,7 @@ class PipelineEngine(Engine):
         batches = [self.devices.put_batch(*micro_batch) for micro_batch in batches]
         counts = self.devices.put_numbers(scalars.counts)
         loss_scale = self.devices.put_numbers(scalars.loss_scale)
-        step_args = (batches, rows // m, counts, loss_scale, scalars.seed, self._reduction)
+        step_args = (batches, rows // m, counts, loss_scale, scalars.seed)
         self._prepare(*step_args)
         step = PipelineStep(self, *step_args)
         for instruction in self._instructions[self.stage]:

@@ -31,7 +31,6 @@ class PipelineStep:
         num_rows: Number of rows of each micro-batch, without rows that were added for the mesh.
         counts, loss_scale: Device tensors, see `StepScalars`.
         seed: Int64 tensor [2].
-        reduce: `MicroBatchReduction`, or `None` to accumulate gradients without reducing them.
 
     Attributes:
         dataflow: The `Dataflow` of a micro-batch.
@@ -43,7 +42,7 @@ class PipelineStep:
             empty: the function of each chunk, and the names of its compiled TensorFlow functions.
     """
 
-    def __init__(self, engine, batches, num_rows, counts, loss_scale, seed, reduce=None):
+    def __init__(self, engine, batches, num_rows, counts, loss_scale, seed):
         self._engine = engine
         self._devices = engine.devices
         self._batches = batches
@@ -51,8 +50,6 @@ class PipelineStep:
         self._counts = counts
         self._loss_scale = loss_scale
         self._seed = seed
-        self._reduce = reduce
-        self._unreduced = []  # Dicts from weight ids to shards, until the next computation.
         self.dataflow = engine.dataflow(batches[0][0])
         self._last_chunk = self.dataflow.placement.last_chunk
         self._weights = {}  # Chunk -> tensors that gradients are computed for.
@@ -63,6 +60,7 @@ class PipelineStep:
         self._sends = []
         self._border_tensors = {}  # Name of border tensors -> tensors, until they are used.
         self._gradients = {}  # Weight id -> list of this rank's shards.
+        self._new_gradients = {}  # Gradients of the last backward pass, until they are added.
         self._outputs = []
         self.sums = {}
         self.events = []
@@ -78,7 +76,7 @@ class PipelineStep:
         elif instruction.kind in RECEIVES:
             self._receive(instruction)
         else:
-            self._reduce_gradients()  # After the input gradients were sent to the previous stage.
+            self._add_gradients()  # Input gradients were sent to the previous stage before.
             getattr(self, f"_{instruction.kind}")(instruction)
             event = Event(self._engine.stage, instruction, self._started, time.time())
             self.events.append(event)
@@ -107,7 +105,7 @@ class PipelineStep:
 
     def finish(self):
         """Wait for all sends, and record the end of all receives."""
-        self._reduce_gradients()
+        self._add_gradients()
         for sent in self._sends:
             sent.result()
         for name, event in self.received.items():
@@ -129,9 +127,14 @@ class PipelineStep:
 
     def _zero_shards(self, weight):
         zeros = [tf.zeros_like(shard.value) for shard in get_local_shards([weight])]
-        if self._reduce is not None:
-            zeros = self._reduce({id(weight): zeros})[id(weight)]
-        return zeros
+        return self._reduce({id(weight): zeros})[id(weight)]
+
+    def _reduce(self, gradients):
+        """Reduce shards of gradients, a dict from weight ids, if micro-batches are reduced."""
+        if self._engine.reduce is None:
+            return gradients
+        with self._engine.recording(tuple(gradients)):
+            return self._engine.reduce(gradients)
 
     def all_outputs(self):
         """Return the outputs of all micro-batches, or `None` without metrics or on other stages."""
@@ -254,24 +257,20 @@ class PipelineStep:
         self._accumulate([(w, tf.reshape(x, w.shape)) for (w, _, _), x in zip(kernels, gradients)])
 
     def _accumulate(self, gradients):
-        """Add (weight, gradient) tuples to the gradients of other micro-batches; skip `None`."""
-        new = {
+        """Keep (weight, gradient) tuples until they are added; skip `None`."""
+        self._add_gradients()
+        self._new_gradients = {
             id(weight): self._devices.gradient_shards(weight, gradient)
             for weight, gradient in gradients
             if gradient is not None
         }
-        if self._reduce is None:
-            self._add(new)
-        else:
-            self._unreduced.append(new)
 
-    def _reduce_gradients(self):
-        for gradients in self._unreduced:
-            self._add(self._reduce(gradients))
-        self._unreduced.clear()
-
-    def _add(self, new):
-        """Add shards of gradients, a dict from weight ids, to the gradients of other micro-batches."""
+    def _add_gradients(self):
+        """Add the gradients of the last backward pass to the gradients of other micro-batches."""
+        if not self._new_gradients:
+            return
+        new = self._reduce(self._new_gradients)
+        self._new_gradients = {}
         repeated = [key for key in new if key in self._gradients]
         old_shards = [self._gradients[key] for key in repeated]
         new_shards = [new[key] for key in repeated]

@@ -120,6 +120,25 @@ class Reduction:
         self._stored_bytes = {**(self._stored_bytes or {}), **sizes}
         return reduced
 
+    def reduce_weights(self, gradients):
+        """Return the sums of some weights' gradients.
+
+        Args:
+            gradients: Dict from ids of weights to lists of their shards' gradients.
+
+        Returns:
+            A dict with the same keys.
+        """
+        remaining = {key: iter(shards) for key, shards in gradients.items()}
+        keys = [id(shard.weight) for shard in self._shards]
+        with transport.global_names():
+            sums = self([next(remaining[key]) if key in remaining else None for key in keys])
+        reduced = {key: [] for key in gradients}
+        for key, total in zip(keys, sums):
+            if key in gradients:
+                reduced[key].append(total)
+        return reduced
+
     def _sum(self, gradients, positions, name):
         """Replace gradients at some positions, all sharded or all replicated, by their sums."""
 

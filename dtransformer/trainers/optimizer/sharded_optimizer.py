@@ -39,9 +39,8 @@ class ShardedOptimizer:
         units: List of local `UpdateUnit`s, in the order of the optimizer's states.
         loss_scale: `LossScale`.
         is_sharded: Boolean. Whether the data-parallel group shards the update of any weight.
-        reduce_micro_batch: Function of the list of a micro-batch's gradients that returns the tensors
-            to accumulate: the `Reduction` with `gradient_accumulation_shard`. `None` to accumulate the
-            gradients themselves.
+        reduce_micro_batch: The `Reduction` of each micro-batch's gradients with
+            `gradient_accumulation_shard`. `None` to accumulate the gradients themselves.
         stores_sums: Boolean. Whether ranks store reduced gradients until the update.
 
     Raises:
