@@ -218,7 +218,7 @@ def compile_options(model: keras.Model) -> dict:
     return model._compile_config.config if model.compiled else {}
 
 
-def adds_losses(layer: keras.layers.Layer) -> bool:
+def may_add_losses(layer: keras.layers.Layer) -> bool:
     """Return whether a layer added a loss when it was traced in a `keras.StatelessScope`.
 
     Unnecessary if the scope recorded the layer of each loss.

@@ -102,7 +102,7 @@ def recomputed(
         # second one unshards the saved inputs.
         args = [*map(unshard, args[:num_inputs]), *args[num_inputs:]]
         sums = []
-        results, others = run(args, seed, sums)
+        results, auxiliary = run(args, seed, sums)
         saved_inputs = [shard(x) for x in args[:num_inputs]]
 
         def gradient(dy, *other_gradients):
@@ -118,7 +118,7 @@ def recomputed(
             )
             return [*map(unshard, gradients[:num_inputs]), *gradients[num_inputs:]]
 
-        return [*results, *others], gradient
+        return [*results, *auxiliary], gradient
 
     def report(losses, metrics):
         if add_loss is not None:
