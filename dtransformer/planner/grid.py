@@ -141,9 +141,11 @@ def _expand_degrees(model, allowed, levels, *, t, p, c, e, data, batch, local):
     )  # fmt: skip
     if len(allowed("reduces", [0, 1])) == 1:
         return layouts
-    # Level 3 always accumulates shards.
+    # Level 3 always accumulates shards. Without reductions per micro-batch, level 2 equals level 1.
     may_reduce = (layouts.level == 2) & (layouts.micro_batches > 1)
-    return layouts[(layouts.reduces == 0) | may_reduce]
+    is_full = layouts.reduces == 0
+    is_level_1 = may_reduce & is_full & (1 in levels)
+    return layouts[(is_full | may_reduce) & ~is_level_1]
 
 
 def _fixed_columns(job):
