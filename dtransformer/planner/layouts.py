@@ -139,14 +139,8 @@ class Layouts:
     def techniques(self):
         """Number of techniques per layout. Fewer are simpler, which decides between equal times."""
         used = [self.model > 1, self.stage > 1, self.context > 1, self.expert > 1, self.chunks > 1]
-        used += [
-            self.reduces > 0,
-            self.schedule > 0,
-            self.recompute > 0,
-            self.recompute > 1,
-            self.sequence > 0,
-        ]
-        return sum(flag.astype(int) for flag in used) + self.level
+        used += [self.schedule > 0, self.recompute > 0, self.recompute > 1, self.sequence > 0]
+        return sum(flag.astype(int) for flag in used) + self.level + self.reduces
 
     def config(self, index: int, fixed: dict | None = None) -> TransformerOpParallelConfig:
         """Return a layout as a config for training.
