@@ -93,11 +93,14 @@ def test_stage_sends_the_elements_of_the_formula(run, rank_results):
 def test_rank_sends_the_expected_number_of_elements(run, rank_results):
     layout = Run.from_name(run).layout
     elements = rank_results(one_process_run(run))[0]["bytes"] / 4
-    factor = 3 if layout.level == 3 else 2
-    if layout.reduces:
-        factor += layout.micro_batches - 1
+    m = layout.micro_batches
+    factor = 2
+    if layout.level == 3:
+        factor = 3 * m
+    elif layout.reduces:
+        factor = m + 1
     sent = np.mean([results["sent"] for results in rank_results(run)]) / (1 - 1 / layout.data)
-    tables = elements if layout.level == 3 else 0
+    tables = m * elements if layout.level == 3 else 0
     assert sent <= 1.1 * factor * elements
     assert (
         sent >= 0.99 * factor * elements - tables
