@@ -45,8 +45,8 @@ class Step:
         num_micro_batches = get_parallel_config().micro_batch_num
         reduce = optimizer_step.reduce_micro_batch
         if engine.takes_micro_batches:
-            reduce = reduce and reduce.reduce_weights
-            self._forward_backward = partial(engine.forward_backward, reduce=reduce)
+            reduce_weights = None if reduce is None else reduce.reduce_weights
+            self._forward_backward = partial(engine.forward_backward, reduce=reduce_weights)
         elif num_micro_batches > 1:
             self._forward_backward = accumulate_gradients(
                 engine.forward_backward, num_micro_batches, reduce

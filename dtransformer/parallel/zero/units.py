@@ -58,7 +58,7 @@ def is_unit(weights: list[keras.Variable]) -> bool:
     )
 
 
-def is_gathered(weight):
+def is_gathered(weight: tf.Tensor | keras.Variable) -> bool:
     """Return whether a computation all-gathers a weight over data ranks, itself or on its mesh."""
     specs = getattr(weight, "specs", None)
     return is_unsharded_for_use(weight) or specs != getattr(weight, "specs_in_use", None)

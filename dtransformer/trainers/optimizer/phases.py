@@ -80,7 +80,8 @@ class Reduction:
     """
 
     def __init__(self, shards, buckets, stores_sums):
-        self._stored_bytes = None  # Dict from positions in `shards` to bytes.
+        # Dict from positions in `shards` to bytes. `None` before the first call.
+        self._stored_bytes = None if shards else {}
         self._shards = shards
         self._stores_sums = stores_sums
         self._group = job.data_parallel_group()
