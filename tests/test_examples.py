@@ -64,6 +64,7 @@ def test_t5_learns_to_translate(tmp_path, monkeypatch):
 SMALL = {
     "chat": ("chat", "llama"),
     "pairs": ("pairs", "llama"),
+    "answers": ("answers", "llama"),
     "text": ("alpaca", "llama"),
     "labels": ("labels", "bert"),
     "words": ("words", "bert"),
