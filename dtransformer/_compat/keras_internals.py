@@ -218,6 +218,25 @@ def compile_options(model: keras.Model) -> dict:
     return model._compile_config.config if model.compiled else {}
 
 
+def replace_moments(layer: keras.layers.BatchNormalization, moments: Callable) -> None:
+    """Replace the mean and variance that a `BatchNormalization` computes in training.
+
+    Keras reduces them over `tf.distribute` replicas, and only without a mask. Unnecessary if the
+    layer took a function for its moments.
+
+    Args:
+        layer: The layer.
+        moments: Function `(local_moments, inputs, mask)` that returns the mean and the variance.
+            `local_moments(inputs, mask)` returns Keras' result without synchronization.
+    """
+
+    def local_moments(inputs, mask):
+        with patched(layer, synchronized=False):
+            return type(layer)._moments(layer, inputs, mask)
+
+    object.__setattr__(layer, "_moments", functools.partial(moments, local_moments))
+
+
 def adds_losses(layer: keras.layers.Layer) -> bool:
     """Return whether a layer added a loss when it was traced in a `keras.StatelessScope`.
 
