@@ -12,7 +12,7 @@ from tests.shared_runs import parametrize_runs
 TASKS = "tests.distributed.tasks.batch_norm:"
 QUICK_RUNS = [f"{TASKS}resnet_quick/dp2m2@2x1"]
 LAYOUTS = """
-    dp2@2x1  dp2@2x1+shard3  dp2m2@2x1  dp2@1x2  dp2m2@1x2  m2@1x1  pp2m1-1f1b@2x1
+    dp2@2x1  dp2@2x1+shard3  dp2m2@2x1  dp2@1x2  dp2m2@1x2  m2@1x1
     pp2m2-1f1b@2x1  pp2m4-interleaved2@2x1  dp2pp2m2-1f1b@4x1  dp2pp2m2-1f1b@2x2
 """.split()
 LONG_RUNS = [f"{TASKS}resnet/{layout}" for layout in LAYOUTS]
@@ -33,4 +33,6 @@ def test_losses_and_moving_statistics_match_one_process(run, rank_results):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
         for name in (name for name in expected if name.startswith("weights/")):
-            np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS, err_msg=name)
+            np.testing.assert_allclose(
+                rank[name], expected[name], rtol=PARITY_LOSS, atol=PARITY_LOSS, err_msg=name
+            )
