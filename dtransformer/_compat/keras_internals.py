@@ -261,6 +261,17 @@ def set_remat(layer: keras.layers.Layer, enabled: bool) -> None:
     layer._remat_mode = RematMode("full", 0, []) if enabled else None
 
 
+def get_remat_mode(layer: keras.layers.Layer):
+    """Return the mode of the `keras.RematScope` of a layer, or `None`. See `set_remat`."""
+    return layer._remat_mode
+
+
+def is_listed(layer: keras.layers.Layer) -> bool:
+    """Return whether a `keras.RematScope` lists a layer's name. See `set_remat`."""
+    mode = layer._remat_mode
+    return mode is not None and mode.mode == "list_of_layers"
+
+
 def is_training_call() -> bool:
     """Return whether the current call of a Keras layer has `training=True`.
 

@@ -35,8 +35,8 @@ class Layer(SettingsMixin, LowRankMixin):
     for a single layer. An unseeded random initializer receives a seed that depends only on the
     job's seed and the weight's path.
 
-    The backward pass computes the layer again after `recompute`, or if the config of its block
-    selects it (`is_recomputed`). See `parallel.recompute`.
+    The backward pass computes the layer again after `recompute`, or if `is_recomputed` is `True`
+    because the config of its block selects it. See `parallel.recompute`.
     """
 
     _sharding_rules = {}

@@ -7,7 +7,6 @@ Reference:
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 
 import keras
@@ -125,8 +124,8 @@ def recomputed(
 
         def gradient(dy, *other_gradients):
             recomputed_args = [_delay(unshard(x), dy) for x in saved_inputs]
-            for x in args[num_inputs:]:  # Floats are not copied, because weights are large.
-                recomputed_args.append(x if x.dtype.is_floating else _delay(x, dy))
+            for x in args[num_inputs:]:  # Seeds are delayed. Floats are large, and are not copied.
+                recomputed_args.append(_delay(x, dy) if x.dtype == "uint32" else x)
             sources = [x for x in recomputed_args if x.dtype.is_floating]
             with tf.GradientTape() as tape:
                 tape.watch(sources)
@@ -134,16 +133,11 @@ def recomputed(
                     recomputed_args, delay_seed(seed, dy), list(sums), is_recomputing=True
                 )
             upstream = [dy, *other_gradients][: len(results)]
-            source_gradients = iter(
-                tape.gradient(results, sources, upstream, unconnected_gradients="zero")
-            )
-            gradients = [
-                next(source_gradients) if x.dtype.is_floating else None for x in recomputed_args
-            ]
-            for i, x in enumerate(recomputed_args[:num_inputs]):
-                if x.dtype.is_floating:
-                    gradients[i] = unshard(gradients[i])
-            return gradients
+            gradients = tape.gradient(results, sources, upstream, unconnected_gradients="zero")
+            gradients = {id(x): gradient for x, gradient in zip(sources, gradients)}
+            gradients = [gradients.get(id(x)) for x in recomputed_args]
+            inputs = [x if x is None else unshard(x) for x in gradients[:num_inputs]]
+            return [*inputs, *gradients[num_inputs:]]
 
         return [*results, *others], gradient
 
@@ -159,7 +153,7 @@ def _delay(x, dy):
     """Return a tensor with a dependency on dy, see `depend_on` and `delay_seed`."""
     if x.dtype.is_floating:
         return depend_on(x, dy)
-    return tf.cast(delay_seed(tf.cast(x, "int64"), dy), x.dtype) if x.dtype.is_integer else x
+    return tf.cast(delay_seed(tf.cast(x, "int64"), dy), x.dtype)
 
 
 def recompute_call(layer, call: Callable, args: tuple, kwargs: dict):
@@ -174,12 +168,6 @@ def recompute_call(layer, call: Callable, args: tuple, kwargs: dict):
         TypeError: If an argument is a ragged or sparse tensor.
     """
     flat = tf.nest.flatten((args, kwargs))
-    for x in flat:
-        if isinstance(x, tf.__internal__.CompositeTensor):
-            raise TypeError(
-                f"A recomputed layer received a {type(x).__name__}. Pass dense "
-                "tensors, or do not recompute the layer."
-            )
     indices = [
         i
         for i, x in enumerate(flat)
@@ -211,34 +199,35 @@ def requested(layer, call: Callable) -> Callable:
 def remat(function: Callable) -> Callable:
     """Return a function that training computes again in the backward pass, as `keras.remat` does.
 
-    Keras calls it for layers in a `keras.RematScope`. A model is not computed again, except after
-    `dtransformer.recompute`: it saves no memory to compute an entire network again.
+    Keras calls it for layers in a `keras.RematScope`. A model is only computed again if the scope
+    lists its name, or after `dtransformer.recompute`: it saves no memory to compute an entire
+    network again.
 
     Args:
         function: Bound method of a layer, a layer, or a function that reads no trainable weights.
 
     Raises:
-        ValueError: If the stages of a pipeline have parts of a model for which
-            `dtransformer.recompute` was called. Raised by the returned function.
+        ValueError: If the stages of a pipeline have parts of such a model. Raised by the returned
+            function.
     """
-    method = inspect.unwrap(function)
-    layer = getattr(method, "__self__", method)
+    # A layer that a pipeline has placed wraps its method in a function.
+    method = getattr(function, "__wrapped__", function)
+    layer = getattr(function, "__self__", getattr(method, "__self__", function))
 
     @functools.wraps(function)
     def compute(*args, **kwargs):
-        is_container = isinstance(layer, keras.Model) or _is_divided(layer)
-        is_explicit = getattr(layer, "recomputes_call", False)
-        if is_explicit and _is_divided(layer):
-            raise ValueError(
-                f"{layer.name!r} is recomputed, but stages of the pipeline have parts of it. "
-                "Recompute the layers inside of it instead."
-            )
-        if (
-            _compat.in_symbolic_scope()
-            or not _compat.is_training_call()
-            or (is_container and not is_explicit)
-        ):
+        if _compat.in_symbolic_scope() or not _compat.is_training_call():
             return function(*args, **kwargs)
+        is_divided = _is_divided(layer)
+        if is_divided or isinstance(layer, keras.Model):
+            is_named = getattr(layer, "recomputes_call", False) or _compat.is_listed(layer)
+            if is_divided and is_named:
+                raise ValueError(
+                    f"{layer.name!r} is recomputed, but stages of the pipeline have parts of it. "
+                    "Recompute the layers inside of it instead."
+                )
+            if not is_named:
+                return function(*args, **kwargs)
         if hasattr(layer, "pipeline_stage"):  # The stage of the layer recomputes it.
             with _requested.set(layer):
                 return function(*args, **kwargs)
