@@ -1,6 +1,7 @@
-"""Promise: recompute of any Keras layer changes memory, not results, on every layout.
+"""Promise: recompute of any Keras layer does not change losses on any layout.
 
 Layers have dropout, whose masks must be the same in both computations.
+tests/parallel/keras_layers/test_recompute.py counts stored activations.
 """
 
 import importlib.util
@@ -26,12 +27,10 @@ def check_run(run, rank_results):
         for mode, results in rank.items():
             np.testing.assert_allclose(results["losses"], stored["losses"], TOLERANCE, err_msg=mode)
             np.testing.assert_allclose(results["weights"], stored["weights"], TOLERANCE)
-        if stored["bytes"] is not None and "quick" not in run:
-            assert rank["recomputed"]["bytes"] < 0.9 * stored["bytes"]
 
 
 @parametrize_runs(QUICK_RUNS + RUNS, RUNS)
-def test_recomputed_layers_have_equal_losses_and_store_less(run, rank_results):
+def test_recomputed_layers_have_equal_losses(run, rank_results):
     check_run(run, rank_results)
 
 

@@ -167,6 +167,8 @@ def recompute_call(layer, call: Callable, args: tuple, kwargs: dict):
     Raises:
         TypeError: If an argument is a ragged or sparse tensor.
     """
+    if _compat.in_symbolic_scope():  # Keras only asks for shapes here.
+        return call(*args, **kwargs)
     flat = tf.nest.flatten((args, kwargs))
     indices = [
         i
@@ -193,7 +195,9 @@ def recompute_call(layer, call: Callable, args: tuple, kwargs: dict):
 
 def requested(layer, call: Callable) -> Callable:
     """Return a layer's `call`, with recompute if `remat` requested it for the current call."""
-    return functools.partial(recompute_call, layer, call) if _requested.get() is layer else call
+    if _requested.get() is not layer:
+        return call
+    return lambda *args, **kwargs: recompute_call(layer, call, args, kwargs)
 
 
 def remat(function: Callable) -> Callable:
@@ -216,7 +220,7 @@ def remat(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def compute(*args, **kwargs):
-        if _compat.in_symbolic_scope() or not _compat.is_training_call():
+        if not _compat.is_training_call():
             return function(*args, **kwargs)
         is_divided = _is_divided(layer)
         if is_divided or isinstance(layer, keras.Model):

@@ -8,7 +8,6 @@ from keras import layers
 
 import dtransformer
 from dtransformer.trainers import Trainer
-from harness.measure import passing_bytes
 
 STEPS = 3
 _LENGTH, _HIDDEN, _VOCAB_SIZE, _ROWS = 32, 16, 12, 8
@@ -79,7 +78,7 @@ def _network(make, mode, by_name):
 
 
 def _train(kind, mode=None, by_name=False):
-    """Return losses and weights after some steps, and the peak of temporary memory in a step."""
+    """Return the losses of some steps and the sum of all weights after them."""
     network = _network(LAYERS[kind], mode, by_name)
     trainer = Trainer(network)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -91,7 +90,7 @@ def _train(kind, mode=None, by_name=False):
 
     losses = [step() for _ in range(STEPS)]
     weights = float(sum(np.abs(weight).sum() for weight in network.get_weights()))
-    return {"losses": losses, "weights": weights, "bytes": passing_bytes(step)}
+    return {"losses": losses, "weights": weights}
 
 
 def compare(kind, modes):

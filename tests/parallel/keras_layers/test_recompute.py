@@ -10,8 +10,10 @@ import tensorflow as tf
 import dtransformer
 from dtransformer.layers import FeedForward
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing.state_scope import StateScope
+from dtransformer.parallel.tracing.two_passes import TwoPasses
 
-ROWS, FEATURES = 4, 6
+ROWS, LENGTH, FEATURES = 4, 5, 6
 
 
 def rows():
@@ -71,6 +73,51 @@ def test_gradients_and_states_are_unchanged(mode, dtype):
             np.testing.assert_allclose(value, expected_value, rtol=1e-5, atol=1e-5)
     for variable, expected_variable in zip(layer.variables, expected_layer.variables):
         np.testing.assert_allclose(variable, expected_variable, rtol=1e-6, err_msg=variable.path)
+
+
+def num_stored(layer):
+    """Return the number of tensors, without weights, that the backward pass takes."""
+    layer.build((ROWS, LENGTH, FEATURES))
+    weights = layer.variables
+
+    def compute(inputs, constants, values):
+        with StateScope(zip(weights, values)):
+            return [layer(inputs[0], training=True)], []
+
+    x = tf.ones((ROWS, LENGTH, FEATURES))
+    values = [tf.convert_to_tensor(weight.value) for weight in weights]
+    passes = TwoPasses(compute, [x], [], values, [weight.trainable for weight in weights])
+    return len(passes.saved_names)
+
+
+class SelfAttention(keras.layers.MultiHeadAttention):
+    """Self-attention with one argument."""
+
+    def build(self, shape):
+        super().build(shape, shape)
+
+    def call(self, x):
+        return super().call(x, x, training=True)
+
+
+def hub_block():
+    keras_hub = pytest.importorskip("keras_hub")
+    return keras_hub.layers.TransformerEncoder(2 * FEATURES, 2, dropout=0.5)
+
+
+KINDS = {
+    "dense": lambda: keras.layers.Dense(FEATURES, "gelu"),
+    "attention": lambda: SelfAttention(2, 3, dropout=0.5),
+    "subclass": Block,
+    "keras_hub": hub_block,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stores_only_inputs(kind):
+    stored = num_stored(KINDS[kind]())
+    recomputed = num_stored(dtransformer.recompute(KINDS[kind]()))
+    assert recomputed <= 2 < stored
 
 
 def test_dropout_has_the_same_mask_in_the_gradient():
