@@ -70,7 +70,7 @@ def work(args):
     trainer.network.build()
     trainer.training_state()
     built = time.perf_counter()
-    made = peak_bytes() - empty
+    result_bytes = peak_bytes() - empty
     tensor_bytes = passing_bytes(lambda: trainer.restore(path))
     restored = peak_bytes()
     shards = get_local_shards(trainer.network.variables) + trainer.optimizer.variables
@@ -79,7 +79,7 @@ def work(args):
         report = {
             "tensor_bytes": tensor_bytes,
             "peak_bytes": restored - empty,
-            "peak_bytes_before_restoring": made,
+            "peak_bytes_before_restoring": result_bytes,
             "share_bytes": sum(shard.numpy().nbytes for shard in shards),
             "largest_tensor_bytes": 4 * max(math.prod(shape) for shape, _ in tensors.values()),
             "seconds_to_make": built - start,

@@ -85,11 +85,11 @@ def prepare(folder):
     for task, rows in RECORDS.items():
         (folder / f"{task}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cases = {"run YAML": functools.partial(run_file, folder)}
-    known = {task: known_rows(folder, task) for task in RECORDS}
+    valid_rows = {task: known_rows(folder, task) for task in RECORDS}
     for task in ("chat", "preference", "seq2seq"):
-        cases[f"{task} records"] = functools.partial(records, folder, known, [task])
+        cases[f"{task} records"] = functools.partial(records, folder, valid_rows, [task])
     labelled = [x for x in RECORDS if x not in ("chat", "preference", "seq2seq")]
-    cases["labelled records"] = functools.partial(records, folder, known, labelled)
+    cases["labelled records"] = functools.partial(records, folder, valid_rows, labelled)
     cases["tables"] = functools.partial(table, folder)
     cases["chat template"] = template
     cases["published config"] = functools.partial(published_config, published_configs())
@@ -121,8 +121,8 @@ def run_file(good, rng, folder):
     task = rng.choice([*RECORDS, "causal_lm", "masked_lm", "reward"])
     sections = make_config("preference" if task == "reward" else task, good) | {"task": task}
     if rng.random() < 0.3:  # Add keys of any section.
-        known = load_config(None, [f"task={task}"]).keys()
-        for key in rng.sample(known, rng.choice([1, 1, 3])):
+        option_names = load_config(None, [f"task={task}"]).keys()
+        for key in rng.sample(option_names, rng.choice([1, 1, 3])):
             section, name = key.split(".")
             value = rng.choice([*ODD_VALUES, 1, 2, 0.1, "x", True, None])
             sections.setdefault(section, {})
@@ -162,7 +162,7 @@ def get_row(task, index):
     ]
 
 
-def records(good, known, names, rng, folder):
+def records(good, valid_rows, names, rng, folder):
     task = rng.choice(names)
     lines = [json.dumps(record) for record in RECORDS[task]]
     rng.shuffle(lines)
@@ -184,7 +184,7 @@ def records(good, known, names, rng, folder):
     if is_damaged:
         return
     rows = [get_row(read, i) for i in range(len(read.records["train"]))]
-    expected = [known[task][line] for line in lines if line in known[task]]
+    expected = [valid_rows[task][line] for line in lines if line in valid_rows[task]]
     if task == "seq2seq":  # The tokenizer is trained on the records.
         expected = []
     for row in expected:
@@ -318,6 +318,6 @@ def published_tokenizer(good, rng, folder):
         content = json.dumps(edit(rng, json.loads(content))).encode()
     else:
         content = damaged(rng, content)
-    for other, data in {**files, name: content}.items():
-        (path / other).write_bytes(data)
+    for file_name, data in {**files, name: content}.items():
+        (path / file_name).write_bytes(data)
     use_tokenizer(path, rng)

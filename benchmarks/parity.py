@@ -56,8 +56,8 @@ def train_in_one_process(run, arguments):
 def default_networks(layout):
     """Return the names of the default networks for a layout."""
     if layout.recompute or layout.policy != "float32":
-        others = "deep_moe" if layout.experts > 1 else "deep_causal"
-        return ["deep_long_causal" if layout.context > 1 else others]
+        deep_network = "deep_moe" if layout.experts > 1 else "deep_causal"
+        return ["deep_long_causal" if layout.context > 1 else deep_network]
     if layout.context > 1:
         long = ["deep_long", "deep_long_causal"]
         return ["deep_long_moe"] if layout.experts > 1 else long

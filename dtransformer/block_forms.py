@@ -35,12 +35,12 @@ def check_pattern(pattern: Pattern | None) -> list[dict]:
     return blocks
 
 
-def get_block_arguments(arguments: Mapping, number: int) -> dict:
+def get_block_arguments(arguments: Mapping, index: int) -> dict:
     """Return a network's arguments with the pattern's values for one of its blocks.
 
     Args:
         arguments: Dict of a network's arguments, with its `block_pattern`.
-        number: Integer. Index of the block.
+        index: Integer. Index of the block.
 
     Example:
 
@@ -48,20 +48,20 @@ def get_block_arguments(arguments: Mapping, number: int) -> dict:
     4
     """
     pattern = check_pattern(arguments.get("block_pattern"))
-    return {**arguments, **pattern[number % len(pattern)]}
+    return {**arguments, **pattern[index % len(pattern)]}
 
 
-def has_experts(arguments: Mapping, number: int) -> bool:
+def has_experts(arguments: Mapping, index: int) -> bool:
     """Return whether a block has experts.
 
     The pattern's value of "experts" decides. Without it, every `moe_every`-th block has experts.
 
     Args:
         arguments: Dict of a network's arguments with several experts in `moe_config`.
-        number: Integer. Index of the block.
+        index: Integer. Index of the block.
     """
-    default = (number + 1) % arguments.get("moe_every", 1) == 0
-    return get_block_arguments(arguments, number).get("experts", default)
+    default = (index + 1) % arguments.get("moe_every", 1) == 0
+    return get_block_arguments(arguments, index).get("experts", default)
 
 
 def shortest_pattern(blocks: Pattern) -> list[dict]:
@@ -144,7 +144,7 @@ class Placement:
     shares_norm: bool = False
 
     @property
-    def number(self) -> int | float:
+    def norms_per_sublayer(self) -> int | float:
         """Number of norms per sublayer, 0.5 if two sublayers share one."""
         return 0.5 if self.shares_norm else self.of_input + self.of_output + self.of_sum
 

@@ -89,7 +89,7 @@ def short_repr(value: object, limit: int = _MAX_SHOWN) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def suggest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+def suggest(name: object, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a hint with the most similar known name, or with all of them if none is similar.
 
     Example:
@@ -98,8 +98,8 @@ def suggest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     ('did you mean cosine?', 'expected one of linear, cosine.')
     """
     name = name if isinstance(name, str) else ""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}."
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(choices)}."
 
 
 def format_warning(message: object, *details: object) -> str:

@@ -94,9 +94,9 @@ def add_to_folder(folder: str | os.PathLike, overwrite: bool = False) -> Iterato
     folder = pathlib.Path(folder)
     with _temporary_folder(folder) as fresh:
         yield fresh
-        if not overwrite and (taken := _find_conflict(fresh, folder)):
+        if not overwrite and (conflict := _find_conflict(fresh, folder)):
             raise InputError(
-                f"{taken} already exists with other content. Choose another folder or add "
+                f"{conflict} already exists with other content. Choose another folder or add "
                 "--overwrite."
             )
         _move(fresh, folder)

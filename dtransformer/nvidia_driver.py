@@ -68,11 +68,11 @@ def cuda_start() -> int | None:
     return _cuda()[1]
 
 
-def _query_libcuda(function, number, *arguments):
-    """Return the integer that a libcuda function writes, or `number` unchanged without libcuda."""
+def _query_libcuda(function, value, *arguments):
+    """Return the integer that a libcuda function writes, or `value` unchanged without libcuda."""
     if _cuda()[0] is not None:
-        getattr(_cuda()[0], function)(ctypes.byref(number), *arguments)
-    return number.value
+        getattr(_cuda()[0], function)(ctypes.byref(value), *arguments)
+    return value.value
 
 
 def cuda_version() -> int:

@@ -30,14 +30,14 @@ class _Placeholder:
     def from_config(self, config):
         for room in ("layers", "models", "trainers", "trainers.lr_schedules"):
             importlib.import_module(f"dtransformer.{room}")  # The import registers the class.
-        known = sys.modules["keras"].saving.get_custom_objects()
-        return known[self._name].from_config(config)
+        custom_objects = sys.modules["keras"].saving.get_custom_objects()
+        return custom_objects[self._name].from_config(config)
 
 
 def _register(keras):
-    known = keras.saving.get_custom_objects()
+    custom_objects = keras.saving.get_custom_objects()
     for name in CLASSES:
-        known.setdefault(f"dtransformer>{name}", _Placeholder(f"dtransformer>{name}"))
+        custom_objects.setdefault(f"dtransformer>{name}", _Placeholder(f"dtransformer>{name}"))
 
 
 def register_with_keras() -> None:

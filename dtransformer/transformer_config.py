@@ -398,7 +398,7 @@ class TransformerConfig:
         groups = {name: {} for name in ("", *GROUPS)}
         for name, value in arguments.items():
             if name not in fields:
-                hint = suggest(name, arguments_of(network))
+                hint = suggest(name, get_arguments(network))
                 raise TypeError(
                     f"{network} has no argument `{name}`, got {short_repr(value)}; {hint}"
                 )
@@ -472,7 +472,7 @@ def _fields():
 FIELDS = _fields()
 
 
-def arguments_of(network: str) -> dict[str, Any]:
+def get_arguments(network: str) -> dict[str, Any]:
     """Return the flat keyword arguments of a network with their defaults.
 
     Args:

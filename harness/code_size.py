@@ -38,8 +38,8 @@ def count_lines(source: str) -> int:
     """Return the number of lines of Python source, without docstrings, comments and blank lines."""
     skipped = _lines_of_bare_strings(source)
     return sum(
-        number not in skipped and bool(line.strip()) and not line.strip().startswith("#")
-        for number, line in enumerate(source.splitlines(), start=1)
+        line_number not in skipped and bool(line.strip()) and not line.strip().startswith("#")
+        for line_number, line in enumerate(source.splitlines(), start=1)
     )
 
 

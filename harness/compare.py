@@ -23,11 +23,11 @@ def without_padding(weight, expected):
     return weight[tuple(slice(size) for size in expected.shape)]
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     """Assert that weights are bitwise equal, except for vocabulary padding."""
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     for path, value in expected.items():
-        np.testing.assert_array_equal(without_padding(found[path], value), value, err_msg=path)
+        np.testing.assert_array_equal(without_padding(actual[path], value), value, err_msg=path)
 
 
 def differences(results, expected, network):

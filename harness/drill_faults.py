@@ -40,20 +40,20 @@ class Fault:
     def repair(self):
         """Repair the fault if the job cannot."""
 
-    def signal(self, number, *ranks, name="pids"):
+    def signal(self, signal_number, *ranks, name="pids"):
         """Send a signal to ranks. The rank -1 is the last one."""
         self.at = self.at or time.time()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.run.pid(rank % self.run.num_ranks, name), number)
+                os.kill(self.run.pid(rank % self.run.num_ranks, name), signal_number)
 
 
-def _signal(name, number, *ranks):
+def _signal(name, signal_number, *ranks):
     """Return a fault class that sends a signal to some ranks, by default to all."""
 
     class Sent(Fault):
         def begin(self):
-            self.signal(number, *(ranks or range(self.run.num_ranks)))
+            self.signal(signal_number, *(ranks or range(self.run.num_ranks)))
 
     Sent.__name__ = name
     return Sent

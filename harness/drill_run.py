@@ -71,10 +71,10 @@ class Run:
             self._lines.put((time.time(), line))
         self._lines.put((time.time(), None))
 
-    def give_slots(self, number):
+    def give_slots(self, count):
         """Set the number of ranks that the next start may use, split evenly over the hosts."""
         hosts = ["localhost"] if self.hosts is None else self.hosts.addresses
-        lines = [f"{host} slots={number // len(hosts)}\n" for host in hosts]
+        lines = [f"{host} slots={count // len(hosts)}\n" for host in hosts]
         self.hosts_file.write_text("".join(lines))
 
     def wait_for(self, pattern, timeout):
@@ -111,7 +111,7 @@ class Run:
             except subprocess.TimeoutExpired:
                 self.process.kill()
 
-    def steps_until(self, number, timeout):
+    def steps_until(self, step, timeout):
         """Wait for a number of steps.
 
         Returns:
@@ -122,7 +122,7 @@ class Run:
             at, match = self.wait_for(STEP, timeout)
             last = int(match[1])
             first = first or (at, last)
-            if last >= first[1] + number - 1:
+            if last >= first[1] + step - 1:
                 return *first, last
 
     def pid(self, rank, name="pids"):

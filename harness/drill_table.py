@@ -14,7 +14,7 @@ def table(files):
     failed = [run for run in runs if run["failed"] and not run["failed"].endswith(ASKED)]
     counted = [run for run in runs if run not in failed]
     num_stopped = sum(bool(run["failed"]) for run in counted)
-    num_faults = sum(ENDS in one for run in runs for one in run["faults"])
+    num_faults = sum(ENDS in fault for run in runs for fault in run["faults"])
     parts = [_by_kind(runs), _by_layout(runs)]
     summary = (
         f"{num_faults} faults in {len(runs)} jobs. {num_stopped} jobs were stopped early by the user. "

@@ -18,7 +18,7 @@ class HostReads(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.bytes, self.collectives, self._now = [], [], ([], [])
-        self._real = read, wait = self._KIND._numpy_internal, job.waiting
+        self._real = read, wait = self._KIND._numpy_internal, job.record_wait
 
         def counted(tensor):
             array = read(tensor)
@@ -30,7 +30,7 @@ class HostReads(keras.callbacks.Callback):
                 self._now[1].append(collective)
             return wait(collective, ranks)
 
-        self._KIND._numpy_internal, job.waiting = counted, waiting
+        self._KIND._numpy_internal, job.record_wait = counted, waiting
 
     def on_train_batch_begin(self, batch, logs=None):
         self._now = [], []
@@ -41,4 +41,4 @@ class HostReads(keras.callbacks.Callback):
         self.collectives.append([*names])
 
     def on_train_end(self, logs=None):
-        self._KIND._numpy_internal, job.waiting = self._real
+        self._KIND._numpy_internal, job.record_wait = self._real

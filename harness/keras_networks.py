@@ -17,7 +17,7 @@ _HUB_SIZES = {
 }
 
 
-def batch_of(name):
+def make_batch(name):
     """Return the `(inputs, labels)` of a network in `NETWORKS`."""
     rng = np.random.default_rng(0)
     if name in ("vit", "resnet"):

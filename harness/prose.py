@@ -211,17 +211,17 @@ def _comments(source):
 
 def _markdown_passages(source):
     is_code = False
-    for number, line in enumerate(source.splitlines(), 1):
+    for line_number, line in enumerate(source.splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
         elif not is_code and line.strip():
-            yield number, "markdown", line.strip()
+            yield line_number, "markdown", line.strip()
 
 
 def _yaml_passages(source):
-    for number, line in enumerate(source.splitlines(), 1):
+    for line_number, line in enumerate(source.splitlines(), 1):
         if line.lstrip().startswith("#"):
-            yield number, "markdown", line.strip("# ")
+            yield line_number, "markdown", line.strip("# ")
     for event in yaml.compose(source).value if source.strip() else ():
         yield from _help_texts(event)
 

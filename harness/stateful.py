@@ -96,12 +96,12 @@ def numbers(model, loss=None, metrics=(), weighted_metrics=(), epochs=2, batch_s
     return {"history": history, "evaluation": scores, "states": states}
 
 
-def assert_as_in_keras(found, expected, rtol):
+def assert_as_in_keras(result, expected, rtol):
     for kind in ("history", "evaluation"):
         for name, value in expected[kind].items():
-            np.testing.assert_allclose(found[kind][name], value, rtol, err_msg=name)
-    for actual, expected_state in zip(found["states"], expected["states"], strict=True):
-        np.testing.assert_allclose(actual, expected_state, rtol, atol=rtol)
+            np.testing.assert_allclose(result[kind][name], value, rtol, err_msg=name)
+    for state, expected_state in zip(result["states"], expected["states"], strict=True):
+        np.testing.assert_allclose(state, expected_state, rtol, atol=rtol)
 
 
 def masked_metrics():

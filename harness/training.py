@@ -97,7 +97,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     results["measured"] = np.array([row.measured for row in memory.rows[:3]])
     results["sent"] = np.array(elements_sent(trainer))
     if "moe" in network:
-        results["taken"] = np.array([one.taken for one in trainer.expert_load().layers])
+        results["taken"] = np.array([load.accepted for load in trainer.expert_load().layers])
     return trainer, {**results, **_read_weights(model, "final")}
 
 

@@ -256,7 +256,7 @@ LONG_TESTS = [
         "layers/test_recompute.py",
     ),
     LongTest(
-        "trainers/test_by_hand.py::TestEquivalentRuns::test_fit",
+        "trainers/test_by_hand.py::TestEquivalentRuns::test_fit_matches_numpy",
         "steps_per_execution",
         OTHER_CASES,
     ),

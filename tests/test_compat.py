@@ -1,4 +1,4 @@
-"""Promise: only `dtransformer/_compat` uses private names of TensorFlow and Keras, and they work.
+"""Only `dtransformer/_compat` uses private names of TensorFlow and Keras, and they work.
 
 If a test fails after an update, `dtransformer/_compat` explains the purpose of the name and how to
 avoid it.

@@ -1,4 +1,4 @@
-"""Promise: the example plots losses by step, also for resumed runs."""
+"""The example plots losses by step, also for resumed runs."""
 
 import importlib.util
 import pathlib

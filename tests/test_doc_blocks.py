@@ -1,4 +1,4 @@
-"""Promise: code in the docs works as pasted: Python runs, commands and configs are valid.
+"""Code in the docs works as pasted: Python runs, commands and configs are valid.
 
 The Python blocks of a page run in order. The page on checkpoints continues the README's example.
 """
@@ -103,7 +103,9 @@ def write_llama(folder):
     tokenizer = SubwordTokenizer.train(["A question and an answer."] * 3, 40)
     options = {"positions": "rotary", "norm": "rms_norm", "gated": True, "use_bias": False}
     network = CausalLM(
-        *(tokenizer.vocab_size, 16, 2),
+        tokenizer.vocab_size,
+        hidden_size=16,
+        num_heads=2,
         num_layers=1,
         hidden_act="silu",
         embedding_scale=1.0,

@@ -1,4 +1,4 @@
-"""Promise: the docs match the code: files, names, generated tables, examples and walks."""
+"""The docs match the code: files, names, generated tables, examples and walks."""
 
 import ast
 import doctest

@@ -1,4 +1,4 @@
-"""Promise: the examples in docstrings run and print the documented results."""
+"""The examples in docstrings run and print the documented results."""
 
 import doctest
 import functools

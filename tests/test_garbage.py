@@ -1,4 +1,4 @@
-"""Promise: imports pause Python's garbage collection and enable it again."""
+"""Imports pause Python's garbage collection and enable it again."""
 
 import subprocess
 import sys

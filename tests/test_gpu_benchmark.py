@@ -1,4 +1,4 @@
-"""Promise: every part of benchmarks/gpu.py also runs on CPUs with tiny sizes."""
+"""Every part of benchmarks/gpu.py also runs on CPUs with tiny sizes."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Promise: make and the container image install the CUDA libraries that TensorFlow requires."""
+"""Make and the container image install the CUDA libraries that TensorFlow requires."""
 
 import importlib.metadata
 import pathlib

@@ -1,4 +1,4 @@
-"""Promise: public functions and methods have type hints."""
+"""Public functions and methods have type hints."""
 
 import importlib
 import inspect

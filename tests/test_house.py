@@ -1,4 +1,4 @@
-"""Promise: the package keeps its architecture: imports, file sizes, globals and docstrings."""
+"""The package keeps its architecture: imports, file sizes, globals and docstrings."""
 
 import ast
 import collections

@@ -1,4 +1,4 @@
-"""Promise: the Slurm and Kubernetes examples use valid options, and Slurm jobs are requeued."""
+"""The Slurm and Kubernetes examples use valid options, and Slurm jobs are requeued."""
 
 import os
 import pathlib

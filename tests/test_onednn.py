@@ -1,4 +1,4 @@
-"""Promise: oneDNN is on for every x86 processor, unless the environment decides otherwise."""
+"""OneDNN is on for every x86 processor, unless the environment decides otherwise."""
 
 import os
 import subprocess

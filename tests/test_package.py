@@ -1,4 +1,4 @@
-"""Promise: the sdist and the wheel are complete, typed and versioned."""
+"""The sdist and the wheel are complete, typed and versioned."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Promise: a script that imports dtransformer first gets no notes of TensorFlow."""
+"""A script that imports dtransformer first gets no notes of TensorFlow."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Promise: after `import dtransformer`, in any order with Keras, `load_model` knows all classes."""
+"""After `import dtransformer`, in any order with Keras, `load_model` knows all classes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Promise: a training step runs the functions that docs/architecture.md lists, in few files."""
+"""A training step runs the functions that docs/architecture.md lists, in few files."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Promise: the tables of docs/support.md match dry runs of all tasks and techniques."""
+"""The tables of docs/support.md match dry runs of all tasks and techniques."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""Promise: `make check` tests everything that needs no TensorFlow, in a minute."""
+"""`make check` tests everything that needs no TensorFlow, in a minute."""
 
 import re
 

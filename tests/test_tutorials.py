@@ -1,4 +1,4 @@
-"""Promise: tutorials run from top to bottom at a small scale, including files and commands."""
+"""Tutorials run from top to bottom at a small scale, including files and commands."""
 
 import json
 

@@ -55,8 +55,14 @@ def check(smoke, **_):
         rounded = _differences(
             _function("reference", options)(*tensors), _function("reference", options)(*wide)
         )
-        taken = implementation_for("cudnn", *tensors[:2], **options)
-        yield {"case": name, "dtype": dtype, "taken": taken, **differences, "reference": rounded}
+        implementation = implementation_for("cudnn", *tensors[:2], **options)
+        yield {
+            "case": name,
+            "dtype": dtype,
+            "taken": implementation,
+            **differences,
+            "reference": rounded,
+        }
 
 
 def measure(smoke, **_):

@@ -59,10 +59,10 @@ def compute_loss(family, model, batch, pad_id):
 def main(folder, family, steps, learning_rate):
     torch.set_num_threads(1)  # More threads do not help such small products.
     torch.manual_seed(0)
-    told = dict(np.load(folder / "batches.npz"))
-    ids = {name: int(told.pop(name)) for name in ("vocab_size", "pad_id", "start_id", "end_id")}
+    arrays = dict(np.load(folder / "batches.npz"))
+    ids = {name: int(arrays.pop(name)) for name in ("vocab_size", "pad_id", "start_id", "end_id")}
     batches = {
-        name.partition("/")[2]: x for name, x in told.items() if name.startswith(f"{family}/")
+        name.partition("/")[2]: x for name, x in arrays.items() if name.startswith(f"{family}/")
     }
     length = batches["labels"].shape[2]
     model = make_model(family, length=length, **ids)
@@ -70,8 +70,8 @@ def main(folder, family, steps, learning_rate):
     optimizer = torch.optim.Adam(model.parameters(), learning_rate, eps=EPSILON)
     losses, began = [], time.perf_counter()
     for step in range(steps):
-        number = step % len(batches["labels"])
-        batch = {name: x[number] for name, x in batches.items()}
+        batch_index = step % len(batches["labels"])
+        batch = {name: x[batch_index] for name, x in batches.items()}
         loss = compute_loss(family, model, batch, ids["pad_id"])
         optimizer.zero_grad()
         loss.backward()

@@ -30,9 +30,10 @@ class Sentences(Workload):
     def pairs(self):
         """Return the ids of both sides as lists of int arrays."""
         arrays = np.load(os.environ["DTRANSFORMER_SENTENCES"])
-        number = self.batch_size * self.num_batches
+        num_pairs = self.batch_size * self.num_batches
         return [
-            np.split(arrays[side], arrays[f"{side}_ends"])[:number] for side in ("source", "target")
+            np.split(arrays[side], arrays[f"{side}_ends"])[:num_pairs]
+            for side in ("source", "target")
         ]
 
     @property

@@ -29,13 +29,13 @@ def make(workload):
     if workload.rank:
         import peft
 
-        asked = peft.LoraConfig(
+        lora_config = peft.LoraConfig(
             r=workload.rank,
             lora_alpha=2 * workload.rank,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        model = peft.get_peft_model(model_class.from_pretrained(workload.folder), asked)
+        model = peft.get_peft_model(model_class.from_pretrained(workload.folder), lora_config)
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.02)

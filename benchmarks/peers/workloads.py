@@ -73,11 +73,11 @@ class Workload:
             (heads, self.length, head, self.length): blocks + crosses,
             (heads, self.length, self.length, head): blocks + crosses,
         }
-        return {shape: number for shape, number in counts.items() if number}
+        return {shape: count for shape, count in counts.items() if count}
 
     def flops(self):
         """Return the floating-point operations of all products in a step."""
-        forward = sum(2.0 * np.prod(shape) * number for shape, number in self.products().items())
+        forward = sum(2.0 * np.prod(shape) * count for shape, count in self.products().items())
         return self.passes * forward
 
 

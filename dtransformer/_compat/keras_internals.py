@@ -305,7 +305,7 @@ def capture_call_state() -> Callable[[], contextlib.AbstractContextManager]:
     return restored
 
 
-def adds_losses(layer: keras.layers.Layer) -> bool:
+def may_add_losses(layer: keras.layers.Layer) -> bool:
     """Return whether a layer added a loss when it was traced in a `keras.StatelessScope`.
 
     Unnecessary if the scope recorded the layer of each loss.

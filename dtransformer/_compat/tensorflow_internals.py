@@ -25,7 +25,7 @@ _RUNS_FUNCTIONS = ("tensorflow/python/eager/", "tensorflow/python/framework/ops.
 _LIBRARIES = tuple(str(pathlib.Path(package.__file__).parent) for package in (tf, keras))
 
 
-def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
+def with_cardinality(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
     """Return a dataset with a given cardinality that may still end earlier.
 
     Keras counts an epoch's steps by it. Without it, the count of the first epoch would apply to
@@ -34,7 +34,7 @@ def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
     """
 
     def cardinality():
-        return tf.constant(number, tf.int64)
+        return tf.constant(count, tf.int64)
 
     dataset.cardinality = cardinality
     return dataset
@@ -206,10 +206,10 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]):
 
 
 @functools.cache
-def _first_arguments(number, specs):
-    """Return a concrete function that returns the first `number` of its arguments."""
+def _first_arguments(count, specs):
+    """Return a concrete function that returns the first `count` of its arguments."""
     with tf.init_scope():
-        function = tf.function(lambda *tensors: list(tensors[:number]), autograph=False)
+        function = tf.function(lambda *tensors: list(tensors[:count]), autograph=False)
         return function.get_concrete_function(*(tf.TensorSpec(*spec) for spec in specs))
 
 
@@ -376,7 +376,7 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
     return graph.capture(tensor) if isinstance(graph, FuncGraph) else tensor
 
 
-def add_functions_of(source: tf.Graph) -> None:
+def copy_functions(source: tf.Graph) -> None:
     """Make the functions that another graph calls known to the current graph, and keep them.
 
     Unnecessary if `tf.graph_util.import_graph_def` kept the functions of a graph's library.

@@ -1,13 +1,13 @@
 """Result of a check by `dtransformer doctor`."""
 
 
-def check(name: str, ok: bool | None, found: str, fix: str | None = None) -> dict:
+def check(name: str, ok: bool | None, state: str, fix: str | None = None) -> dict:
     """Return the result of a check as a dict with the keys of the arguments.
 
     Args:
         name: Name of the check.
         ok: Boolean. `None` if an optional part is missing.
-        found: State of the checked part, such as its version.
+        state: State of the checked part, such as its version.
         fix: Text on how to fix the problem. The result contains `None` instead if `ok` is true.
     """
-    return {"name": name, "ok": ok, "found": found, "fix": None if ok else fix}
+    return {"name": name, "ok": ok, "found": state, "fix": None if ok else fix}

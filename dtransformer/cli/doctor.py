@@ -32,7 +32,7 @@ def examine():
         A list of checks, see `checks.check`.
     """
     return [
-        *(_package(name, wanted) for name, wanted in _PACKAGES.items()),
+        *(_package(name, version) for name, version in _PACKAGES.items()),
         *(_optional(name, _version(name), fix) for name, fix in _OPTIONAL.items()),
         check(
             "python", sys.version_info >= (3, 11), platform.python_version(), "use 3.11 or later"
@@ -95,21 +95,21 @@ def _package(name, required):
     return check(name, ok, version or "not installed", f"pip install '{name}=={required}.*'")
 
 
-def _optional(name, found, fix):
-    return check(name, True if found else None, found or "not installed", fix)
+def _optional(name, state, fix):
+    return check(name, True if state else None, state or "not installed", fix)
 
 
 def _horovod():
     version = _version("horovod")
     if version is None:
         return [_optional("horovod", None, f"only needed for several ranks: {COMMAND}")]
-    works, found = built_with()
+    works, state = built_with()
     if not works:
-        return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
+        return [check("horovod", False, f"{version}, cannot be imported: {state}", COMMAND)]
     launcher = horovodrun()
-    is_suitable = "nccl" in found.lower() or not gpu_names()
+    is_suitable = "nccl" in state.lower() or not gpu_names()
     return [
-        check("horovod", is_suitable, f"{version}, built with {found}", COMMAND),
+        check("horovod", is_suitable, f"{version}, built with {state}", COMMAND),
         check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
     ]
 

@@ -92,10 +92,10 @@ def install_horovod():
             f"Cannot build Horovod in {folder} ({error}). Set DTRANSFORMER_CACHE to a writable "
             "folder."
         ) from error
-    works, found = built_with()
+    works, state = built_with()
     if not works:
-        raise InputError(f"Horovod {VERSION} was installed, but cannot be imported: {found}")
-    print(f"Horovod {VERSION} is installed, built with {found} ({wheel})")
+        raise InputError(f"Horovod {VERSION} was installed, but cannot be imported: {state}")
+    print(f"Horovod {VERSION} is installed, built with {state} ({wheel})")
 
 
 def built_with(environment=None):
@@ -191,9 +191,9 @@ def _try(wheel, folder, log):
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, wheel]
     run(pip, log, f"Cannot install {wheel.name}.")
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    works, found = built_with({"PYTHONPATH": path})
+    works, state = built_with({"PYTHONPATH": path})
     if not works:
-        raise InputError(f"Horovod {VERSION} was compiled, but cannot be imported: {found}")
+        raise InputError(f"Horovod {VERSION} was compiled, but cannot be imported: {state}")
 
 
 def _build_environment(tools, log):

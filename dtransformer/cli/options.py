@@ -41,7 +41,7 @@ class Text(str):
         return super().__new__(cls, _checked(lambda: check_whole(text, "the option")))
 
 
-def number(low: int, high: int) -> Callable:
+def integer_type(low: int, high: int) -> Callable:
     """Return an argparse type for integers from `low` to `high`."""
 
     def read(text):
@@ -62,7 +62,7 @@ def _checked(read):
 
 # Fields in commands.yaml, with functions from their values to argparse types.
 _KINDS = {
-    "number": lambda bounds: number(*bounds),
+    "number": lambda bounds: integer_type(*bounds),
     "text": lambda _: Text,
     "type": {"float": float}.get,
 }

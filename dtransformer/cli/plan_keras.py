@@ -66,7 +66,7 @@ def run_keras_plan(arguments: argparse.Namespace) -> None:
         raise InputError(
             f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {short_repr(arguments.optimizer)}."
         )
-    network = network_of(arguments.model)
+    network = import_network(arguments.model)
     num_states = OPTIMIZERS[arguments.optimizer]
     degrees = divisors(arguments.devices)
     rows = [keras_layout(network, arguments.devices, degree, num_states) for degree in degrees]
@@ -76,7 +76,7 @@ def run_keras_plan(arguments: argparse.Namespace) -> None:
     print("\n".join(_lines(network, rows, arguments.optimizer)))
 
 
-def network_of(name: str) -> keras.Model:
+def import_network(name: str) -> keras.Model:
     """Return the Keras model that a function creates, with shapes instead of values.
 
     Args:

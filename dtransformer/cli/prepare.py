@@ -65,10 +65,10 @@ def _token_shards(arguments):
     shards = datasets.write_token_shards(
         documents(), tokenizer, arguments.out, overwrite=arguments.overwrite, **size
     )
-    left_out = ""
+    skipped = ""
     if shards.num_skipped:
-        left_out = f"; skipped {shards.num_skipped:,} documents with an empty part or no text"
+        skipped = f"; skipped {shards.num_skipped:,} documents with an empty part or no text"
     print(
         f"{arguments.out}: {shards.num_tokens:,} tokens in {shards.num_documents:,} documents, "
-        f"{len(shards.shard_sizes)} shards{left_out}"
+        f"{len(shards.shard_sizes)} shards{skipped}"
     )

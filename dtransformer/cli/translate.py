@@ -41,9 +41,9 @@ def make_translator(
     model = run.network
     tokenizer = run.tokenizer
 
-    def warn(number, length, limit):
+    def warn(index, length, limit):
         print(
-            f"dtransformer: warning: line {number + 1} has {length} tokens; only the first {limit} "
+            f"dtransformer: warning: line {index + 1} has {length} tokens; only the first {limit} "
             "are translated",
             file=sys.stderr,
         )

@@ -46,8 +46,8 @@ def warm(policies: Sequence[str] = _POLICIES) -> list[dict]:
     before = _megabytes(folder)
     dtransformer.init(dtransformer.TransformerOpParallelConfig())
     checks = [_warm_policy(policy) for policy in policies]
-    found = f"{folder} has {_megabytes(folder):.0f} MB, {before:.0f} before"
-    return [*checks, check("CUDA's cache", True, found)]
+    state = f"{folder} has {_megabytes(folder):.0f} MB, {before:.0f} before"
+    return [*checks, check("CUDA's cache", True, state)]
 
 
 def _warm_policy(policy):

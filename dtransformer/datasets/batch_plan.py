@@ -142,20 +142,20 @@ def check_one_size(batch_size: int | None, batch_tokens: int | None) -> None:
         )
 
 
-def check_rows(rows: int, num_shards: int, given: str) -> None:
+def check_rows(rows: int, num_shards: int, description: str) -> None:
     """Check that a batch has at least one row for each data rank.
 
     Args:
         rows: Integer. Number of rows of a global batch.
         num_shards: Integer. Number of data ranks.
-        given: Description of the batch size, the beginning of the error message.
+        description: Description of the batch size, the beginning of the error message.
 
     Raises:
         InputError: If `rows` is less than `num_shards`.
     """
     if rows < num_shards:
         raise InputError(
-            f"{given} is less than the {num_shards} data ranks that share a batch. Use at least "
+            f"{description} is less than the {num_shards} data ranks that share a batch. Use at least "
             f"{num_shards} rows."
         )
 

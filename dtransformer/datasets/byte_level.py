@@ -24,7 +24,7 @@ _SPECIAL = "<|pad|>", "<|unk|>", "<|start|>", "<|end|>"
 
 
 def train_byte_level(
-    texts: Iterable[str], vocab_size: int, lower_case: bool = False, at_most: bool = False
+    texts: Iterable[str], vocab_size: int, lower_case: bool = False, allow_smaller: bool = False
 ) -> JsonTokenizer:
     """Train a lossless tokenizer for language models: `decode(encode(text)) == text`.
 
@@ -36,7 +36,7 @@ def train_byte_level(
         vocab_size: Integer. Number of pieces.
         lower_case: Boolean. Whether text is converted to lower case. Decoding does not restore the
             case. Defaults to `False`.
-        at_most: Boolean. Whether to return fewer pieces if the texts have fewer pairs that occur
+        allow_smaller: Boolean. Whether to return fewer pieces if the texts have fewer pairs that occur
             twice, instead of raising an error. Defaults to `False`.
 
     Returns:
@@ -65,14 +65,14 @@ def train_byte_level(
     has_all_bytes = vocab_size >= len(_SPECIAL) + 256
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=2 if at_most else 0,
+        min_frequency=2 if allow_smaller else 0,
         special_tokens=list(_SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if has_all_bytes else [],
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
     size = library.get_vocab_size()
-    if size > vocab_size or (size < vocab_size and not at_most):
+    if size > vocab_size or (size < vocab_size and not allow_smaller):
         limit = "need at least" if size > vocab_size else "yield at most"
         raise InputError(
             f"`{vocab_size=}` does not fit the texts, which {limit} {size} pieces. Set it to {size} "

@@ -121,10 +121,10 @@ class PackedDocuments(IndexedBatches):
         what = f"{tokens:,} tokens"
         super().__init__(shards, num_rows, what, length=length, training=training, **options)
 
-    def _read(self, epoch, number, count):
+    def _read(self, epoch, index, count):
         """Return ids and segments, two int32 arrays [count], from the start of a row."""
         size = self._stream.length
-        start = self._first_token(epoch) + number * self.length
+        start = self._first_token(epoch) + index * self.length
         ids, segments = self._stream.read(start % size, count)
         if not self._training:  # Do not wrap around: replace repeated documents by padding.
             ids[size - start :] = self.pad_id

@@ -112,11 +112,11 @@ class NextSentenceBatches(IndexedBatches):
         labels["next_sentence"] = np.int32(self.ignore_id)
         return {"tokens": zeros + np.int32(self.pad_id), "token_types": zeros}, labels
 
-    def _pair(self, number, rng):
+    def _pair(self, index, rng):
         """Return the ids of A, the ids of B, and whether B follows A."""
-        shard_index = int(np.searchsorted(self._first_rows, number, "right")) - 1
+        shard_index = int(np.searchsorted(self._first_rows, index, "right")) - 1
         shard = self._shards.shard(shard_index)
-        place = number - self._first_rows[shard_index]
+        place = index - self._first_rows[shard_index]
         start, end = (int(side[place]) for side in self._chunks[shard_index])
         count = end - start
         middle = start + (int(rng.integers(1, count)) if count > 1 else 1)
@@ -130,8 +130,8 @@ class NextSentenceBatches(IndexedBatches):
             return first, text(middle, end), True
         document = int(np.searchsorted(shard.documents, shard.parts[start], "right")) - 1
         document += self._shards.first_document(shard_index)
-        other = int(rng.integers(len(self._shards) - 1))
-        tokens, bounds = self._shards.part_bounds(other + (other >= document))
+        other_shard = int(rng.integers(len(self._shards) - 1))
+        tokens, bounds = self._shards.part_bounds(other_shard + (other_shard >= document))
         start = int(bounds[rng.integers(len(bounds) - 1)])
         end = min(int(bounds[-1]), start + self.length)
         return first, self._shards.ids(tokens[start:end]), False

@@ -59,7 +59,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
         pieces = _pieces(data)
         if not pieces:
             raise InputError(f"{path} is not a SentencePiece model or is damaged. Copy it again.")
-        ids = {text: number for number, (text, _) in enumerate(pieces)}
+        ids = {text: index for index, (text, _) in enumerate(pieces)}
         special, config = special_tokens(path.parent, ids.get, _DEFAULT_TOKENS)
         super().__init__(path, len(pieces), special, config)
         self._data = data
@@ -67,11 +67,9 @@ class SentencePieceTokenizer(PublishedTokenizer):
         self._libraries = {}
         self._pieces = [text for text, _ in pieces]
         self._check_added(config)
-        rules = dict(
-            _fields(next((x for number, x in _fields(data) if number == _NORMALIZER), b""))
-        )
+        rules = dict(_fields(next((x for index, x in _fields(data) if index == _NORMALIZER), b"")))
         self._keeps_spaces = not rules.get(_REMOVES_SPACES, 1) and rules.get(_PREFIXES, 1)
-        silent_ids = {number for number, (_, kind) in enumerate(pieces) if kind == _CONTROL}
+        silent_ids = {index for index, (_, kind) in enumerate(pieces) if kind == _CONTROL}
         self._silent_ids = silent_ids | {self.pad_id, self.start_id, self.end_id}
         kind = config.get("tokenizer_class")
         name = kind.removesuffix("Fast") if isinstance(kind, str) else kind

@@ -108,14 +108,14 @@ def _blocks(documents: Iterable[Document]) -> Iterator[tuple[list[str], list[int
     counts = []
     size = 0
     has_parts = None
-    for number, document in enumerate(documents, start=1):
+    for document_number, document in enumerate(documents, start=1):
         parts = [document] if isinstance(document, str) else list(document)
         has_parts = not isinstance(document, str) if has_parts is None else has_parts
         if has_parts == isinstance(document, str):
             problem = "has no parts" if has_parts else "has parts"
             raise InputError(
-                f"Document {number} {problem}, unlike earlier documents. Give parts to all documents "
-                "or to none."
+                f"Document {document_number} {problem}, unlike earlier documents. Give parts to "
+                "all documents or to none."
             )
         texts += parts
         counts.append(len(parts))

@@ -90,17 +90,17 @@ class TokenShards:
         """Return the number of documents."""
         return self.num_documents
 
-    def __getitem__(self, number: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> np.ndarray:
         """Return the ids of a document, int32 [n].
 
         Args:
-            number: Index of the document. Negative indices count from the end.
+            index: Index of the document. Negative indices count from the end.
 
         Raises:
             IndexError: If the index is out of range.
             InputError: If the shard is damaged.
         """
-        shard, start, end = self._locate(number)
+        shard, start, end = self._locate(index)
         return self.ids(shard.tokens[start:end])
 
     def __iter__(self) -> Iterator[np.ndarray]:

@@ -90,7 +90,7 @@ class SubwordTokenizer(BaseTokenizer):
         vocab_size: int,
         lower_case: bool = False,
         max_characters: int = 1000,
-        at_most: bool = False,
+        allow_smaller: bool = False,
     ) -> "SubwordTokenizer":
         """Learn a vocabulary of exactly `vocab_size` pieces from text.
 
@@ -103,7 +103,7 @@ class SubwordTokenizer(BaseTokenizer):
             max_characters: Integer. Maximum number of distinct characters, the most frequent ones,
                 that become pieces (two each: at the beginning of a word and inside). Other
                 characters are unknown. Defaults to 1000.
-            at_most: Boolean. Whether to return a smaller vocabulary if the text has fewer pieces,
+            allow_smaller: Boolean. Whether to return a smaller vocabulary if the text has fewer pieces,
                 instead of raising an error. Defaults to `False`.
 
         Returns:
@@ -113,7 +113,9 @@ class SubwordTokenizer(BaseTokenizer):
             InputError: If there is no text, or `vocab_size` is too small for the characters or too
                 large for the text. The message contains a possible size.
         """
-        vocabulary = learn_vocabulary(sentences, vocab_size, max_characters, lower_case, at_most)
+        vocabulary = learn_vocabulary(
+            sentences, vocab_size, max_characters, lower_case, allow_smaller
+        )
         return cls(vocabulary, lower_case)
 
     def save(self, folder: str | os.PathLike) -> None:

@@ -59,7 +59,7 @@ def learn_vocabulary(
     vocab_size: int,
     max_characters: int,
     lower_case: bool = False,
-    at_most: bool = False,
+    allow_smaller: bool = False,
 ) -> list[str]:
     """Return exactly `vocab_size` pieces: special pieces, characters and learnt pieces.
 
@@ -69,7 +69,8 @@ def learn_vocabulary(
         max_characters: Integer. Maximum number of distinct characters, the most frequent ones,
             that become pieces.
         lower_case: Boolean. Whether the text is converted to lower case first. Defaults to `False`.
-        at_most: Boolean. Whether to return fewer pieces if the text has fewer. Defaults to `False`.
+        allow_smaller: Boolean. Whether to return fewer pieces if the text has fewer. Defaults to
+            `False`.
 
     Returns:
         List of pieces in the order of their ids.
@@ -109,7 +110,7 @@ def learn_vocabulary(
     )
     library.train_from_iterator(texts, trainer)
     ids = library.get_vocab()
-    if len(ids) < vocab_size and not at_most:
+    if len(ids) < vocab_size and not allow_smaller:
         raise InputError(
             f"`{vocab_size=}` is too large for the text, which yields at most {len(ids)} pieces. "
             f"Set it to at most {len(ids)} or use more text."

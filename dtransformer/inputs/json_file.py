@@ -53,8 +53,8 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
             return place, expected
     else:
         # A value of a union has an error for each type.
-        types = [one for one in others if one["loc"][:1] == first["loc"][:1]]
-        texts = [_expected(one) for one in (first, *types)]
+        types = [detail for detail in others if detail["loc"][:1] == first["loc"][:1]]
+        texts = [_expected(detail) for detail in (first, *types)]
         expected = " or ".join([texts[0], *(text.removeprefix("must be ") for text in texts[1:])])
     names = re.findall("'([^']+)'", expected)
     close = difflib.get_close_matches(str(first["input"])[:_MAX_NAME], names, n=1)

@@ -209,6 +209,6 @@ def get_activation(identifier: str | dict | Callable, allow_weights: bool = Fals
         if callable(value) and name not in ("get", "serialize", "deserialize")
     }
     if identifier not in names:
-        known = ", ".join(sorted({*names, *_ACTIVATIONS}))
-        raise ValueError(f"`hidden_act={identifier!r}` is unknown. Choose one of {known}.")
+        choices = ", ".join(sorted({*names, *_ACTIVATIONS}))
+        raise ValueError(f"`hidden_act={identifier!r}` is unknown. Choose one of {choices}.")
     return keras.activations.get(identifier)

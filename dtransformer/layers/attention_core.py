@@ -189,12 +189,12 @@ def _drop_by_rows(dropout, probabilities, causal, window):
         spans = [(row, blocks[0].start, blocks[-1].end) for row, blocks in zip(rows, columns)]
     # A single block needs no slices.
     if len(spans) < 2 and all(span[1:] == (0, t) for span in spans):
-        return dropout.drop(probabilities, dropout.kept(probabilities))
+        return dropout.drop(probabilities, dropout.draw_mask(probabilities))
     rows = []
     for index, ((first, last), start, end) in enumerate(spans):
         row = probabilities[:, :, first:last]
         visible = row[..., start:end]
-        visible = dropout.drop(visible, dropout.kept(visible, index))
+        visible = dropout.drop(visible, dropout.draw_mask(visible, index))
         parts = [row[..., :start], visible, row[..., end:]]
         rows.append(_concat([part for part in parts if part.shape[3]], axis=3))
     return _concat(rows, axis=2)

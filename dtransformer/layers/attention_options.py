@@ -77,19 +77,23 @@ class AttentionOptions:
         scores = tf.cast(attention_scores(q, k), self.compute_type)
         return scores if self.soft_cap is None else apply_soft_cap(scores, self.soft_cap)
 
-    def kept(self, known: tf.Tensor, part: int, sizes: list[int]) -> list[tf.Tensor | None]:
+    def draw_masks(
+        self, depends_on: tf.Tensor, part: int, sizes: list[int]
+    ) -> list[tf.Tensor | None]:
         """Return one dropout mask per block of keys, or `None` for each block without dropout.
 
         Args:
-            known: Tensor of shape `[..., s, d]` that must be computed before the masks are drawn.
+            depends_on: Tensor of shape `[..., s, d]` that must be computed before the masks are drawn.
             part: Integer. Index of the mask.
             sizes: List of integers. Number of keys of each block.
         """
         if self.dropout is None or not sizes:
             return [None] * len(sizes)
-        kept = self.dropout.kept(known, part, width=sum(sizes), known=known)
-        return [kept] if len(sizes) == 1 else tf.split(kept, sizes, axis=-1)
+        mask = self.dropout.draw_mask(depends_on, part, width=sum(sizes), depends_on=depends_on)
+        return [mask] if len(sizes) == 1 else tf.split(mask, sizes, axis=-1)
 
-    def context(self, probabilities: tf.Tensor, v: tf.Tensor, kept: tf.Tensor | None) -> tf.Tensor:
+    def context(
+        self, probabilities: tf.Tensor, v: tf.Tensor, dropout_mask: tf.Tensor | None
+    ) -> tf.Tensor:
         """Return the contribution of a block of keys to the context. See `block_context`."""
-        return block_context(probabilities, v, kept, self.dropout, self.compute_type)
+        return block_context(probabilities, v, dropout_mask, self.dropout, self.compute_type)

@@ -94,14 +94,16 @@ def _forward(blocks, q, k, v, sinks, tensors):
         round_k, round_v = blocks.exchange.gather(blocks.depend_on(k, done), v, part)
         for row, (softmax, columns) in enumerate(zip(softmaxes, blocks.columns[round_id])):
             block_q = blocks.depend_on(_take_rows(q, blocks.rows[row]), done) if columns else None
-            kept = blocks.kept(block_q, round_id, row)
-            for column, block_mask in zip(columns, kept, strict=True):
+            dropout_masks = blocks.draw_masks(block_q, round_id, row)
+            for column, block_mask in zip(columns, dropout_masks, strict=True):
                 block_k, block_v = (
                     x[..., column.start : column.end, :] for x in (round_k, round_v)
                 )
                 softmax.add(
                     blocks.scores(block_q, block_k, tensors, row, column),
-                    lambda p, v=block_v, kept=block_mask: blocks.context(p, v, kept),
+                    lambda p, v=block_v, dropout_mask=block_mask: blocks.context(
+                        p, v, dropout_mask
+                    ),
                 )
                 done = softmax.context
     results = [softmax.results() for softmax in softmaxes]
@@ -129,13 +131,13 @@ def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
             block_q = blocks.depend_on(block_q, dk_sum)
             block_dy = blocks.depend_on(block_dy, dv_sum)
             for column, block_mask in zip(
-                columns, blocks.kept(block_q, round_id, row), strict=True
+                columns, blocks.draw_masks(block_q, round_id, row), strict=True
             ):
                 start = column.start
                 end = column.end
                 (dq, dk, *dtensors), dv = block_gradients(
                     lambda q, k, *rest, at=(row, column): blocks.scores(q, k, rest, *at),
-                    lambda p, v, kept=block_mask: blocks.context(p, v, kept),
+                    lambda p, v, dropout_mask=block_mask: blocks.context(p, v, dropout_mask),
                     [block_q, round_k[..., start:end, :], *tensors],
                     round_v[..., start:end, :],
                     block_dy,
@@ -286,10 +288,10 @@ class _Blocks:
         values = constrain(values, (None, None, "heads", None, None))
         return constrain(values, ("length_shards", None, "heads", None, None))
 
-    def kept(self, queries, round_id, row):
+    def draw_masks(self, queries, round_id, row):
         """Return the dropout mask of each block of keys, for a round and a block of queries."""
         sizes = [column.end - column.start for column in self.columns[round_id][row]]
-        return self._options.kept(queries, round_id * len(self.rows) + row, sizes)
+        return self._options.draw_masks(queries, round_id * len(self.rows) + row, sizes)
 
 
 def _take_rows(x, row):

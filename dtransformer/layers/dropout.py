@@ -47,7 +47,7 @@ class Dropout(RandomLayer, StreamLayer):
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         masks = self.masks(training)
-        return inputs if masks is None else masks.drop(inputs, masks.kept(inputs))
+        return inputs if masks is None else masks.drop(inputs, masks.draw_mask(inputs))
 
     def masks(self, training: bool) -> "DropoutMasks | None":
         """Return the masks for inputs that are computed in parts, or `None` without dropout."""
@@ -70,8 +70,12 @@ class DropoutMasks:
     seed: tf.Tensor
     random_id: int | tf.Tensor
 
-    def kept(
-        self, x: tf.Tensor, part: int = 0, width: int | None = None, known: tf.Tensor | None = None
+    def draw_mask(
+        self,
+        x: tf.Tensor,
+        part: int = 0,
+        width: int | None = None,
+        depends_on: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """Return a boolean mask of the elements to keep.
 
@@ -79,10 +83,10 @@ class DropoutMasks:
             x: Tensor of the part's shape.
             part: Integer. Index of the part. Defaults to `0`.
             width: Integer. Last dimension of the mask. Defaults to the last dimension of `x`.
-            known: Tensor that must be computed before the mask. Without it TensorFlow may draw the
+            depends_on: Tensor that must be computed before the mask. Without it TensorFlow may draw the
                 mask, and store it, long before its use. Defaults to `None`.
         """
-        seed = self.seed if known is None else delay_seed(self.seed, known)
+        seed = self.seed if depends_on is None else delay_seed(self.seed, depends_on)
         shape = static_or_dynamic_shape(x)
         if width is not None:
             shape = [*shape[:-1], width]
@@ -93,7 +97,7 @@ class DropoutMasks:
 
         Args:
             x: Floating-point tensor.
-            is_kept: Mask from `kept`.
+            is_kept: Mask from `draw_mask`.
         """
 
         @custom_gradient

@@ -166,7 +166,7 @@ class TransformerEncoderLayer(TransformerBlock):
         names = []
         if of_input or not self.placement.of_input:
             names.append(f"{sublayer}_norm")
-        if self.placement.number > 1:
+        if self.placement.norms_per_sublayer > 1:
             names.append(f"{sublayer}_output_norm")
         for name in names:
             setattr(self, name, self.make_norm(name))

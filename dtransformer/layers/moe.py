@@ -122,12 +122,12 @@ class MoE(FeedForward):
         x = inputs[None] if is_flat else inputs
         groups = TokenGroups(x, self.config)
         sharded_x = x
-        x = groups.of_activations(x)
+        x = groups.group_activations(x)
         if mask is None:
             is_token = tf.ones(static_or_dynamic_shape(x)[:2], INDEX_TYPE)
         else:
             is_token = tf.cast(tf.cast(mask, "bool"), INDEX_TYPE)
-        is_token = groups.of_sequences(is_token)
+        is_token = groups.group_rows(is_token)
         y = self._route(groups, x, is_token, training, drops)
         y = constrain(y, ("batch", "length", None))
         if self.shared_experts is not None:
@@ -138,7 +138,7 @@ class MoE(FeedForward):
 
     def _route(self, groups, x, is_token, training, drops):
         """Return the combined outputs of the experts, and add the router's losses."""
-        routing = Routing(*map(groups.of_sequences, self.router(x, training=training)))
+        routing = Routing(*map(groups.group_rows, self.router(x, training=training)))
         choices = groups.split(routing.choices)
         gates = groups.split(routing.gates)
         is_token = groups.split(is_token)

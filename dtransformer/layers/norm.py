@@ -8,7 +8,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.base import StreamLayer, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.ops.feature_reductions import mean_of_features, sum_to_features
+from dtransformer.parallel.ops.feature_reductions import mean_over_features, sum_to_features
 
 
 class _Norm(StreamLayer):
@@ -91,13 +91,13 @@ class LayerNorm(_Norm):
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
         def layer_norm(x, gamma, *beta):
-            mean = mean_of_features(x)
+            mean = mean_over_features(x)
             unit, inverse = _divide_by_rms(x - mean, self.epsilon)
             unit_again = _make_unit(unit, x, inverse, mean)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit_again(), gamma)
-                dx = (dx - mean_of_features(dy, gamma)) * inverse
+                dx = (dx - mean_over_features(dy, gamma)) * inverse
                 return dx, dgamma, *(sum_to_features(dy) for _ in beta)
 
             return unit * gamma + beta[0] if beta else unit * gamma, gradient
@@ -182,7 +182,7 @@ class AllHeadsRMSNorm(RMSNorm):
 
 def _divide_by_rms(x, epsilon, axes=-1):
     """Return x / rms(x) and 1 / rms(x), the latter with size 1 along `axes`."""
-    mean_square = mean_of_features(tf.square(x), axes=axes)
+    mean_square = mean_over_features(tf.square(x), axes=axes)
     inverse = tf.math.rsqrt(mean_square + epsilon)
     return x * inverse, inverse
 
@@ -206,7 +206,7 @@ def _make_unit(unit, x, inverse, mean=None):
 def _rms_gradient(dy, unit, gamma, axes=-1):
     """Return the gradient of x times its root mean square, and the gradient of gamma."""
     product = dy * unit
-    dx = dy * gamma - unit * mean_of_features(product, gamma, axes)
+    dx = dy * gamma - unit * mean_over_features(product, gamma, axes)
     if axes == -1:
         return dx, sum_to_features(product)
     return dx, tf.reduce_sum(product, axis=(0, 2))[:, None, :]

@@ -45,9 +45,13 @@ def attention_context(p: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
     return grouped_product(lambda p: tf.matmul(p, v), p, v)
 
 
-def mask_scores(scores: tf.Tensor, seen: tf.Tensor | None) -> tf.Tensor:
+def mask_scores(scores: tf.Tensor, visible: tf.Tensor | None) -> tf.Tensor:
     """Set masked scores to -inf. `seen=None` masks nothing."""
-    return scores if seen is None else tf.where(seen, scores, tf.constant(-math.inf, scores.dtype))
+    return (
+        scores
+        if visible is None
+        else tf.where(visible, scores, tf.constant(-math.inf, scores.dtype))
+    )
 
 
 def per_head(x: tf.Tensor) -> tf.Tensor:
@@ -187,7 +191,7 @@ def sink_gradients(
 def block_context(
     probabilities: tf.Tensor,
     v: tf.Tensor,
-    kept: tf.Tensor | None,
+    dropout_mask: tf.Tensor | None,
     dropout: DropoutMasks | None,
     compute_type: str,
 ) -> tf.Tensor:
@@ -196,13 +200,13 @@ def block_context(
     Args:
         probabilities: Tensor of shape `[..., n, s, t]`, probabilities or multiples of them.
         v: Tensor of shape `[..., m, t, d]`.
-        kept: Dropout mask, or `None`.
+        dropout_mask: Dropout mask, or `None`.
         dropout: The `DropoutMasks` of the mask, or `None`.
         compute_type: Name of the result's type.
     """
     probabilities = tf.cast(probabilities, v.dtype)
-    if kept is not None:
-        probabilities = dropout.drop(probabilities, kept)
+    if dropout_mask is not None:
+        probabilities = dropout.drop(probabilities, dropout_mask)
     return tf.cast(attention_context(probabilities, v), compute_type)
 
 

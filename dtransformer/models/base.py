@@ -155,7 +155,7 @@ class TokenModel(SettingsMixin, keras.Model):
         Raises:
             ValueError: If a name is unknown, or a required input is missing.
         """
-        return self.input_keys.named(inputs, type(self).__name__)
+        return self.input_keys.to_dict(inputs, type(self).__name__)
 
     @property
     def embedding_scale(self) -> float:

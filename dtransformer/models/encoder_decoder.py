@@ -291,7 +291,9 @@ class EncoderDecoderModel(TokenModel):
         """Return the source ids. A mask must mark exactly the padding tokens."""
         if not isinstance(source, Mapping):
             return source
-        named = dataclasses.replace(self.input_keys, needed=("source",)).named(source, "generate")
+        named = dataclasses.replace(self.input_keys, required=("source",)).to_dict(
+            source, "generate"
+        )
         mask = get_mask(named)
         ids = tf.convert_to_tensor(named["source"])
         if mask is not None and not np.array_equal(mask, ids != self.pad_id):

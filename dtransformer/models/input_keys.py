@@ -22,17 +22,17 @@ class InputKeys:
     """Names of the inputs that a network accepts.
 
     Args:
-        needed: Tuple of the names of required inputs. A network with a single required
+        required: Tuple of the names of required inputs. A network with a single required
             input also accepts it without a dict.
         optional: Tuple of the names of optional inputs.
         aliases: Dict from input names of `transformers` to the names in this library.
     """
 
-    needed: tuple[str, ...]
+    required: tuple[str, ...]
     optional: tuple[str, ...]
     aliases: Mapping[str, str]
 
-    def named(self, inputs: Any, owner: str) -> dict[str, Any]:
+    def to_dict(self, inputs: Any, owner: str) -> dict[str, Any]:
         """Return the inputs as a dict with this library's names. Drop inputs that are `None`.
 
         Args:
@@ -44,16 +44,16 @@ class InputKeys:
                 the shape of a mask differs from the shape of its ids.
         """
         if not isinstance(inputs, Mapping):
-            if len(self.needed) > 1 or isinstance(inputs, list):
+            if len(self.required) > 1 or isinstance(inputs, list):
                 raise ValueError(
-                    f"The inputs of {owner} must be a dict with {_quote_names(self.needed)}, got "
+                    f"The inputs of {owner} must be a dict with {_quote_names(self.required)}, got "
                     f"{type(inputs).__name__}."
                 )
-            return {self.needed[0]: inputs}
+            return {self.required[0]: inputs}
         result = {}
         for key, value in inputs.items():
             name = self.aliases.get(key, key)
-            if name not in (*self.needed, *self.optional):
+            if name not in (*self.required, *self.optional):
                 raise ValueError(self._unknown(key, owner))
             if name in result:
                 raise ValueError(
@@ -62,19 +62,19 @@ class InputKeys:
                 )
             if value is not None:
                 result[name] = value
-        for name in self.needed:
+        for name in self.required:
             if name not in result:
                 also = [alias for alias, target in self.aliases.items() if target == name]
                 raise ValueError(
                     f"The inputs of {owner} must contain {' or '.join(map(repr, [name, *also]))}, got "
                     f"{_quote_names(inputs)}."
                 )
-        for name, ids in zip(_MASKS, (self.needed[0], self.needed[-1])):
+        for name, ids in zip(_MASKS, (self.required[0], self.required[-1])):
             _check_mask(name, result.get(name), ids, result[ids])
         return result
 
     def _unknown(self, key, owner):
-        known_names = [*self.needed, *self.optional, *self.aliases]
+        known_names = [*self.required, *self.optional, *self.aliases]
         return (
             f"{owner} has no input {key!r}: {_REFUSED.get(key) or suggest(key, known_names, 0.5)}"
         )
@@ -84,7 +84,7 @@ def get_mask(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tenso
     """Return a mask as a bool tensor [b, s], True at tokens, or `None` if it is missing.
 
     Args:
-        inputs: Dict of inputs from `InputKeys.named`.
+        inputs: Dict of inputs from `InputKeys.to_dict`.
         name: Name of the mask.
     """
     mask = inputs.get(name)

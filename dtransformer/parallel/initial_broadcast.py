@@ -30,10 +30,10 @@ def initial_broadcast(network_variables: list, optimizer_variables: list) -> Non
 def broadcast_values(variables: list, group: Group) -> None:
     """Copy the values of unsharded Keras variables from the first rank of a group."""
     sizes = [math.prod(x.shape) * tf.as_dtype(x.dtype).size for x in variables]
-    for number, positions in enumerate(pack_consecutive(sizes, _MESSAGE_BYTES)):
+    for index, positions in enumerate(pack_consecutive(sizes, _MESSAGE_BYTES)):
         batch = [variables[i] for i in positions]
         values = [variable.value for variable in batch]
-        values = transport.broadcast_together(values, 0, group, f"initial_broadcast_{number}")
+        values = transport.broadcast_together(values, 0, group, f"initial_broadcast_{index}")
         for variable, value in zip(batch, values):
             variable.assign(value)
 

@@ -203,7 +203,7 @@ def init(
     arguments = (rank, size, local_rank, topology, config.placement, hvd, groups, seed)
     preserved = {"gates": before.gates, "meshes": before.meshes, "watchdog": watchdog}
     job.become(job.Job(*arguments, is_joined=True, **preserved))
-    with job.waiting("dtransformer.init", range(size)):
+    with job.record_wait("dtransformer.init", range(size)):
         _join_layout(topology, rank, addresses)
     return topology
 

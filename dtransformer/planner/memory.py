@@ -74,7 +74,7 @@ def block_activation_bytes(
         num_kv_heads=model.num_kv_heads,
         ffn_hidden_size=model.inner_size(kind),
         gated=model.gated,
-        sublayer_norms=model.placement.number,
+        sublayer_norms=model.placement.norms_per_sublayer,
         latent_features=model.latent.features if model.latent is not None else 0,
         **experts,
     )

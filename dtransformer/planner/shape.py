@@ -31,7 +31,7 @@ class BlockKind:
     """Group of identical blocks in a stack.
 
     Args:
-        number: Number of blocks.
+        count: Number of blocks.
         length: Positions of the blocks' stream.
         attended: Tuple with the number of attended positions for each attention of a block.
         is_causal: Boolean, whether the first attention masks later positions.
@@ -39,7 +39,7 @@ class BlockKind:
         is_frozen: Boolean, whether the block and everything before it is frozen.
     """
 
-    number: int
+    count: int
     length: int
     attended: tuple[int, ...]
     is_causal: bool = True
@@ -153,8 +153,8 @@ class ModelShape:
     def kinds(self) -> tuple[BlockKind, ...]:
         """Distinct kinds of blocks with their counts, in the order of first appearance."""
         return tuple(
-            dataclasses.replace(kind, number=number)
-            for kind, number in collections.Counter(self._blocks()).items()
+            dataclasses.replace(kind, count=count)
+            for kind, count in collections.Counter(self._blocks()).items()
         )
 
     @functools.cached_property
@@ -165,7 +165,7 @@ class ModelShape:
         return tuple(positions[kind] for kind in blocks)
 
     def _blocks(self):
-        """Return the kind of each block, with `number=1`."""
+        """Return the kind of each block, with `count=1`."""
         s = self.sequence_length
         t = self.source_length
         kinds = {
@@ -243,7 +243,7 @@ class ModelShape:
         qkv_bias = options.use_bias if qkv_bias is None else qkv_bias
         biases = num_attentions * (qkv_bias * (heads + 2 * shared) + options.use_bias * h)
         total = num_attentions * self.attention_parameters() + biases
-        total += int((num_attentions + 1) * self.placement.number) * self._norm()
+        total += int((num_attentions + 1) * self.placement.norms_per_sublayer) * self._norm()
         total += self._vector_parameters()
         if not kind.has_experts:
             return total + per_expert
@@ -359,7 +359,7 @@ class ModelShape:
         >>> f"{get_model('gpt_175b').parameters() / 1e9:.1f} billion"
         '174.6 billion'
         """
-        blocks = sum(kind.number * self.block_parameters(kind) for kind in self.kinds)
+        blocks = sum(kind.count * self.block_parameters(kind) for kind in self.kinds)
         other_parameters = (
             self.embedding_parameters() + self.head_parameters() + self.other_parameters()
         )
@@ -386,11 +386,11 @@ class ModelShape:
         4194304
         """
         if self.adapter_rank:
-            blocks = sum(kind.number * self.adapter_parameters(kind) for kind in self.kinds)
+            blocks = sum(kind.count * self.adapter_parameters(kind) for kind in self.kinds)
             head = self._adapters()["head"]
             has_head = head is not None and "head" in self.adapter_targets
             return blocks + self._count_adapters([head] if has_head else [])
-        frozen = sum(k.number * self.block_parameters(k) for k in self.kinds if not self.trains(k))
+        frozen = sum(k.count * self.block_parameters(k) for k in self.kinds if not self.trains(k))
         tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters()
         return self.parameters() - frozen - tables
 
@@ -416,7 +416,7 @@ class ModelShape:
                 block_flops = 2.0 * (products + scores)
             else:
                 block_flops = flops_per_weight * products + 6.0 * scores
-            flops += kind.number * block_flops
+            flops += kind.count * block_flops
         return flops + flops_per_weight * self._head_products()
 
     def _head_products(self):

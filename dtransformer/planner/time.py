@@ -179,7 +179,7 @@ def estimate_time(
     columns = {kind: m * x for kind, x in worst_stage_costs(model, layouts, stage_times).items()}
     sends = sends * layouts.chunks * (p > 1)
     columns["sends"] = m * sends
-    blocks = (kind.number / p * sum(uses.values()) for kind, uses in zip(model.kinds, parts))
+    blocks = (kind.count / p * sum(uses.values()) for kind, uses in zip(model.kinds, parts))
     mean = sum(blocks) + sends
     # Both a stage and a core have consecutive ranks. This is the number of stages per core.
     sharing = np.maximum(cluster.device.sharing * p / layouts.devices, 1)

@@ -132,8 +132,8 @@ def _add_caller_paths(names, calls):
         gradient, name = _IN_GRADIENT.match(name).groups()
         scope, _, rest = name.partition("/")
         callers = calls.get(scope, [])[:: -1 if gradient else 1]
-        for number, place in enumerate(places) if callers else ():
-            caller = callers[number * len(callers) // len(places)]
+        for index, place in enumerate(places) if callers else ():
+            caller = callers[index * len(callers) // len(places)]
             result[place] = f"{gradient}{caller}/{rest}"
     return result
 

@@ -30,7 +30,7 @@ class LayerLoad:
 
     Args:
         layer: Path of the `MoE`.
-        taken: Tuple with the number of tokens that each expert accepted.
+        accepted: Tuple with the number of tokens that each expert accepted.
         choices: Number of choices, including dropped ones.
         tokens: Number of tokens.
         entropy: Sum over tokens of the entropy of the router's probabilities, in nats.
@@ -43,7 +43,7 @@ class LayerLoad:
     """
 
     layer: str
-    taken: tuple[float, ...]
+    accepted: tuple[float, ...]
     choices: float
     tokens: float
     entropy: float
@@ -58,7 +58,7 @@ class LayerLoad:
     @property
     def dropped_share(self) -> float:
         """Fraction of choices that experts did not accept."""
-        return 1 - sum(self.taken) / self.choices if self.choices else 0.0
+        return 1 - sum(self.accepted) / self.choices if self.choices else 0.0
 
     @property
     def mean_entropy(self) -> float:
@@ -79,9 +79,9 @@ class ExpertLoad:
     def __str__(self):
         lines = [("layer", "tokens", "dropped", "entropy", "maximum", "share of each expert")]
         for load in self.layers:
-            total = max(sum(load.taken), 1)
-            shares = " ".join(f"{taken / total:.1%}" for taken in load.taken)
-            max_entropy = math.log(len(load.taken))
+            total = max(sum(load.accepted), 1)
+            shares = " ".join(f"{accepted / total:.1%}" for accepted in load.accepted)
+            max_entropy = math.log(len(load.accepted))
             entropy = load.mean_entropy
             texts = f"{load.tokens:,.0f}", f"{load.dropped_share:.1%}", f"{entropy:.3f}"
             lines.append((load.layer, *texts, f"{max_entropy:.3f}", shares))
@@ -105,15 +105,15 @@ class ExpertLoad:
         check_installed("matplotlib", "Pictures")
         from matplotlib.figure import Figure
 
-        max_experts = max(len(load.taken) for load in self.layers)
+        max_experts = max(len(load.accepted) for load in self.layers)
         figure = Figure(
             figsize=(2 + 0.6 * max_experts, 1.5 + 0.4 * len(self.layers)), layout="constrained"
         )
         axes = figure.subplots()
         table = np.full((len(self.layers), max_experts), np.nan)
         for row, load in enumerate(self.layers):
-            mean = max(sum(load.taken), 1) / len(load.taken)
-            table[row, : len(load.taken)] = np.asarray(load.taken) / mean
+            mean = max(sum(load.accepted), 1) / len(load.accepted)
+            table[row, : len(load.accepted)] = np.asarray(load.accepted) / mean
         image = axes.imshow(table, vmin=0, vmax=2, cmap="RdBu_r", aspect="auto")
         figure.colorbar(image, label="load / mean load")
         names = [f"{load.layer} ({load.dropped_share:.1%} dropped)" for load in self.layers]

@@ -275,7 +275,7 @@ def _block_bytes(block, shape, lengths, implementations, item, config):
         num_kv_heads=options.get("num_kv_heads") or n,
         ffn_hidden_size=inner,
         gated=options["gated"],
-        sublayer_norms=block.placement.number,
+        sublayer_norms=block.placement.norms_per_sublayer,
         latent_features=latent.features if latent is not None else 0,
         **experts,
     )

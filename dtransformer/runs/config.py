@@ -141,11 +141,11 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     Raises:
         InputError: If the option is unknown or the value is invalid.
     """
-    known = config.keys()
+    keys = config.keys()
     (outer, _, inner) = key.rpartition(".")
-    if outer in known and dataclasses.is_dataclass(own := config.option(outer)):
-        return set_option(config, outer, {**dataclasses.asdict(own), inner: value}, origin)
-    if key not in known:
+    if outer in keys and dataclasses.is_dataclass(nested := config.option(outer)):
+        return set_option(config, outer, {**dataclasses.asdict(nested), inner: value}, origin)
+    if key not in keys:
         raise InputError(
             f"{origin}: unknown key `{key[:_MAX_KEY]}` with value {short_repr(value)}. "
             f"{_nearest(config, key)}"
@@ -178,14 +178,16 @@ def _nearest(config, key):
     key = key[:_MAX_KEY]
     sections = config.sections()
     names = {name.split(".")[-1]: name for name in reversed(keys)}
-    others = [name for name in SECTIONS if key in RunConfig(name).keys() and name != config.task]
-    if others and key.split(".")[-1] not in names:
+    other_tasks = [
+        name for name in SECTIONS if key in RunConfig(name).keys() and name != config.task
+    ]
+    if other_tasks and key.split(".")[-1] not in names:
         return (
-            f"Task {config.task} does not have this key, but task {others[0]} does. Is "
-            f"`task: {others[0]}` missing?"
+            f"Task {config.task} does not have this key, but task {other_tasks[0]} does. Is "
+            f"`task: {other_tasks[0]}` missing?"
         )
-    known = keys if "." in key else [*sections, *keys]
-    close = difflib.get_close_matches(key, known, n=1)
+    candidates = keys if "." in key else [*sections, *keys]
+    close = difflib.get_close_matches(key, candidates, n=1)
     close = close or difflib.get_close_matches(key.split(".")[-1], names, n=1, cutoff=0.55)
     if close:
         return f"Did you mean `{names.get(close[0], close[0])}`?"

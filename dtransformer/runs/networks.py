@@ -36,7 +36,7 @@ def make_network(
     precision: str | None = None,
     accepts: type | None = None,
     load_run: Callable | None = None,
-    **own: Any,
+    **arguments: Any,
 ) -> TokenModel:
     """Create and build the network that `model` of a run's config describes. All ranks call it.
 
@@ -47,7 +47,7 @@ def make_network(
         precision: Name of the dtype policy. Defaults to `training.precision`.
         accepts: Base class of all networks that the task accepts. Defaults to `kind`.
         load_run: Function that loads the task of another run, for `model.from`; see `Task`.
-        **own: Default arguments, such as special ids, for a network from sizes.
+        **arguments: Default arguments, such as special ids, for a network from sizes.
 
     Raises:
         InputError: If the options are invalid, the network is too large for this machine, its class
@@ -56,7 +56,7 @@ def make_network(
     precision = precision or config.training.precision
     sizes = get_sizes(config)
     try:
-        network = _create(config, kind, vocab_size, precision, sizes, load_run, own)
+        network = _create(config, kind, vocab_size, precision, sizes, load_run, arguments)
     except InputError:
         raise
     except (TypeError, ValueError) as error:

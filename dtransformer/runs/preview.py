@@ -34,10 +34,10 @@ def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
             value = yaml.safe_dump(dataclasses.asdict(section)[field.name]).splitlines()[0]
             lines.append(f"  # {yaml_key(field.name)}: {value}  # {descriptions[field.name]}")
         starts = _STARTS.get(name, {})
-        own = starts.get(task, starts.get("*"))
+        options_text = starts.get(task, starts.get("*"))
         if options and name in options:
-            own = "\n  ".join(f"{key}: {value}" for key, value in options[name].items())
-        lines += [f"  {own}"] if own else []
+            options_text = "\n  ".join(f"{key}: {value}" for key, value in options[name].items())
+        lines += [f"  {options_text}"] if options_text else []
     if not options:
         lines += [
             "",

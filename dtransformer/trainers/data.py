@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtransformer.inputs.autotuning import without_autotuning
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing.tensor_specs import number_of_rows
+from dtransformer.parallel.tracing.tensor_specs import count_rows
 from dtransformer.trainers.row_sharding import RowSharding
 
 _KERAS_BATCH_SIZE = 32
@@ -235,7 +235,7 @@ def check_micro_batches(data, batch_size=None):
 
 
 def _count_rows(batch):
-    return int(number_of_rows(tf.nest.flatten(batch)[0]))
+    return int(count_rows(tf.nest.flatten(batch)[0]))
 
 
 def check_rows(num_rows):

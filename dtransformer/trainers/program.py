@@ -198,7 +198,7 @@ class Program:
 
     def shown_metrics(self):
         """Return the metrics of `Trainer.metrics`, in Keras' order."""
-        metrics = [] if self.metrics is None else self.metrics.shown
+        metrics = [] if self.metrics is None else self.metrics.keras_metrics
         return [*metrics, *layer_metrics(self._network)]
 
     def log_names(self):

@@ -92,10 +92,10 @@ class RankAgreement:
                 f"The learning rate of rank {rank} is {rates[rank]:.6g} {when}, and that of rank 0 "
                 f"is {rates[0]:.6g}. {_FIX} Then resume from a checkpoint."
             )
-        for rank, other, norms in _differing_checksums(checksums):
+        for rank, other_rank, norms in _differing_checksums(checksums):
             raise ValueError(
                 f"The weights of rank {rank} have the norm {norms[0]:.6g} {when}, and those of "
-                f"rank {other} have the norm {norms[1]:.6g}. A callback has set weights or a "
+                f"rank {other_rank} have the norm {norms[1]:.6g}. A callback has set weights or a "
                 f"learning rate on one rank, or a layer sets a state from its local rows. {_FIX} "
                 "Then resume from a checkpoint."
             )
@@ -162,17 +162,17 @@ def check_same_training(network: keras.Model, optimizer: keras.optimizers.Optimi
     first_ranks = {}
     everything = all_gather_json([job.stage()[0], trained, _rate_kind(optimizer)], "trained")
     for rank, (stage, paths, rate_kind) in enumerate(everything):
-        other = first_ranks.setdefault(stage, rank)
-        _, other_paths, other_kind = everything[other]
+        other_rank = first_ranks.setdefault(stage, rank)
+        _, other_paths, other_kind = everything[other_rank]
         if rate_kind != other_kind:
             raise ValueError(
-                f"The learning rate of rank {rank} is a {rate_kind} and that of rank {other} is a "
+                f"The learning rate of rank {rank} is a {rate_kind} and that of rank {other_rank} is a "
                 f"{other_kind}. {_FIX}"
             )
         if paths != other_paths:
             raise ValueError(
                 f"Rank {rank} trains {_only(paths, other_paths)} in addition to the weights of rank "
-                f"{other}, which trains {_only(other_paths, paths)} in addition. {_FIX}"
+                f"{other_rank}, which trains {_only(other_paths, paths)} in addition. {_FIX}"
             )
 
 
@@ -204,12 +204,12 @@ def _differing_checksums(checksums):
     first = {}
     for rank, checksums_of_rank in enumerate(checksums):
         for group, (total, norm) in checksums_of_rank.items():
-            other, other_total, other_norm = first.setdefault(group, (rank, total, norm))
+            other_rank, other_total, other_norm = first.setdefault(group, (rank, total, norm))
             tolerance = _TOLERANCE * abs(other_norm)
             received = (total, norm)
             expected = (other_total, other_norm)
             if not np.allclose(received, expected, rtol=0, atol=tolerance, equal_nan=True):
-                yield rank, other, (norm, other_norm)
+                yield rank, other_rank, (norm, other_norm)
 
 
 def _first_difference(values):

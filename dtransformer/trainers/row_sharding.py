@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing.tensor_specs import number_of_rows
+from dtransformer.parallel.tracing.tensor_specs import count_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def take_shard(batch: object, i: int | tf.Tensor, num_shards: int) -> object:
     def take(x):
         if x is None:
             return None
-        rows = number_of_rows(x)
+        rows = count_rows(x)
         with tf.device("CPU:0"):
             return x[rows * i // num_shards : rows * (i + 1) // num_shards]
 

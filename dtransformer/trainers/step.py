@@ -45,11 +45,11 @@ class Step:
             self._forward_backward = accumulate_gradients(
                 engine.forward_backward, num_micro_batches, optimizer_step.reduce_micro_batch
             )
-        self._fingerprints = compiler.part(fingerprint_table)
-        self._reduce = compiler.part(self._reduce_and_clip)
-        self._apply = compiler.part(optimizer_step.apply)
-        self._logs = compiler.part(self._training_logs)
-        self._test_logs = compiler.part(self._evaluation_logs, trains=False)
+        self._fingerprints = compiler.compile_part(fingerprint_table)
+        self._reduce = compiler.compile_part(self._reduce_and_clip)
+        self._apply = compiler.compile_part(optimizer_step.apply)
+        self._logs = compiler.compile_part(self._training_logs)
+        self._test_logs = compiler.compile_part(self._evaluation_logs, trains=False)
         self.take_seed()
 
     def take_seed(self):
@@ -77,9 +77,9 @@ class Step:
         metric_inputs = self._metric_inputs(local_batch, outputs)
         if self._needs_reduce:
             sums[FINGERPRINTS] = self._fingerprints(batch, sharding.is_global)
-        gradients, held, result = self._reduce(gradients, sums)
-        self._apply(gradients, held, result["norm"])
-        del gradients, held  # Free the gradients before metrics allocate.
+        gradients, unit_values, result = self._reduce(gradients, sums)
+        self._apply(gradients, unit_values, result["norm"])
+        del gradients, unit_values  # Free the gradients before metrics allocate.
         return self._logs(result, scalars.counts, *metric_inputs)
 
     def test(self, batch, sharding):
@@ -139,9 +139,9 @@ class Step:
             "learning_rate": tf.convert_to_tensor(self._optimizer.learning_rate),
             "loss_scale": self._optimizer_step.loss_scale.value(),
         }
-        gradients, held, norm = self._optimizer_step.reduce_and_clip(gradients, factor)
+        gradients, unit_values, norm = self._optimizer_step.reduce_and_clip(gradients, factor)
         result["norm"] = norm
-        return gradients, held, result
+        return gradients, unit_values, result
 
     def _training_logs(self, result, counts, *metric_inputs):
         totals = result["totals"]

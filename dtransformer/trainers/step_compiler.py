@@ -56,7 +56,7 @@ class StepCompiler:
             return sum(math.prod(weight.shape) for weight in weights) >= _LARGE_NETWORK
         return self._jit is True and not self.run_eagerly
 
-    def whole(self, step: Callable, trains: bool = False) -> Callable:
+    def compile_step(self, step: Callable, trains: bool = False) -> Callable:
         """Return a function that runs a full step.
 
         Args:
@@ -93,7 +93,7 @@ class StepCompiler:
 
         return run
 
-    def part(self, function: Callable, trains: bool = True) -> Callable:
+    def compile_part(self, function: Callable, trains: bool = True) -> Callable:
         """Return a part of a step that follows the engine, compiled if Python calls the parts."""
         return self._compiled(function, trains) if self.in_parts else function
 

@@ -45,7 +45,7 @@ class StepMetrics:
         return list(self._output_losses.values())
 
     @property
-    def shown(self):
+    def keras_metrics(self):
         """The metrics that Keras shows, in Keras' order."""
         metrics = [self._loss]
         if self._compiled is not None:

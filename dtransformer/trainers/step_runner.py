@@ -53,8 +53,8 @@ class StepRunner:
 
     def recompile(self):
         """Trace all steps again in their next calls."""
-        self._train = self._compiler.whole(self._step.train, trains=True)
-        self._test = self._compiler.whole(self._step.test)
+        self._train = self._compiler.compile_step(self._step.train, trains=True)
+        self._test = self._compiler.compile_step(self._step.test)
         self._is_compiled = False
 
     def start_training(self):
@@ -192,7 +192,7 @@ class Predictor:
         self._engine = engine
         self._network = network
         self._sharding = sharding
-        self._compiled = compiler.whole(self._predict)
+        self._compiled = compiler.compile_step(self._predict)
 
     def __call__(self, batches):
         if self._sharding.is_global:

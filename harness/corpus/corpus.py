@@ -14,9 +14,9 @@ class Draw:
     def __init__(self, seed):
         self._random = random.Random(seed).random
 
-    def below(self, number):
+    def below(self, limit):
         """Return an integer from 0 to `number - 1`."""
-        return int(self._random() * number)
+        return int(self._random() * limit)
 
     def chance(self, percent):
         """Return True with a probability of `percent` / 100."""

@@ -55,7 +55,7 @@ def before(word, following):
     return _BEFORE_VOWEL.get(word, word) if vowel else word
 
 
-def plural_of(word):
+def pluralize(word):
     """Return the plural of a noun or an adjective."""
     if word[-1] in "sx":
         return word
@@ -67,7 +67,7 @@ def plural_of(word):
 def agree(masculine, feminine, phrase):
     """Return the form of an adjective or a participle that agrees with a `phrases.Phrase`."""
     word = feminine if phrase.feminine else masculine
-    return plural_of(word) if phrase.plural else word
+    return pluralize(word) if phrase.plural else word
 
 
 def determiner(kind, following, feminine, plural, mass, adjective_first):

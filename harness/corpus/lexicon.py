@@ -18,7 +18,7 @@ Verb = namedtuple("Verb", "base past english_tail infinitive french_tail group n
 def _noun(kind, words, translation, gender):
     singular, _, plural = words.partition("/")
     plural = "" if plural == "-" else plural or english.inflected(singular)
-    return Noun(kind, singular, plural, translation, french.plural_of(translation), gender == "f")
+    return Noun(kind, singular, plural, translation, french.pluralize(translation), gender == "f")
 
 
 def _verb(words, translation, group, suited):

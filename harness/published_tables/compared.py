@@ -135,7 +135,7 @@ def activations() -> Table:
         step, model = steps[name], get_model(name)
         (kind,) = model.kinds
         products = model.attention_parameters() + model.expert_parameters(model.kinds[0])
-        share = kind.number / (step.tensor * step.stages)
+        share = kind.count / (step.tensor * step.stages)
         state_gib = sum(map(float, state_bytes(share * products, 1, 0, 2, 4, 12))) / _GIB
         rows.append(Row(f"{name}, states", states, state_gib, digits=2))
         schedule = "interleaved" if step.chunks > 1 else "1f1b"
@@ -149,7 +149,7 @@ def activations() -> Table:
                 sequence=sequence,
             )
             block_bytes = float(block_activation_bytes(model, kind, layout)[0])
-            total_bytes = block_bytes * kind.number / step.stages * alive
+            total_bytes = block_bytes * kind.count / step.stages * alive
             rows.append(Row(f"{name}, {what}", value, total_bytes / _GIB, digits=2))
     title = "Memory per device, Korthikanti et al., 2022, figure 1"
     return Table(title, "GiB", tuple(rows))

@@ -1,4 +1,4 @@
-"""Promise: commands lead from files to translations, and wrong input is an error of one line."""
+"""Commands lead from files to translations, and wrong input is an error of one line."""
 
 import hashlib
 import io
@@ -118,7 +118,7 @@ def test_translate_warns_of_truncated_lines(run, monkeypatch, capsys):
     assert "line 2" in captured.err and "only the first 32" in captured.err
 
 
-def test_evaluate_prints_the_signature(run, corpus, capsys):
+def test_evaluate_prints_the_sacrebleu_signature(run, corpus, capsys):
     files = ["--src", str(corpus / "dev.en"), "--ref", str(corpus / "dev.fr")]
     assert main(["evaluate", "--run", str(run), *files]) == 0
     assert "BLEU|nrefs:1|" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Promise: `doctor` explains why a GPU is not used or not fully used, and how to fix it."""
+"""`doctor` explains why a GPU is not used or not fully used, and how to fix it."""
 
 import types
 
@@ -45,7 +45,7 @@ H100, T4 = card("NVIDIA H100", 9, 0), card("Tesla T4", 7, 5)
 
 
 @pytest.mark.parametrize(
-    "gpus, cuda, ok, told",
+    "gpus, cuda, ok, message",
     [
         (
             [H100] * 8,
@@ -60,10 +60,10 @@ H100, T4 = card("NVIDIA H100", 9, 0), card("Tesla T4", 7, 5)
         ([card("Quadro M4000", 5, 2)], (12080,), False, "TensorFlow's wheel requires at least 6.0"),
     ],
 )
-def test_doctor_checks_visible_gpus(machine, gpus, cuda, ok, told):
+def test_doctor_checks_visible_gpus(machine, gpus, cuda, ok, message):
     grown = machine(gpus, cuda)
-    found, nccl = doctor_gpu.examine_gpus()
-    assert found["ok"] is ok and told in found["found"] and bool(found["fix"]) is not ok
+    result, nccl = doctor_gpu.examine_gpus()
+    assert result["ok"] is ok and message in result["found"] and bool(result["fix"]) is not ok
     assert nccl["found"] == "2.27.7" and grown == gpus  # Other programs keep their memory.
 
 
@@ -71,12 +71,12 @@ def test_doctor_reports_missing_nccl(machine):
     machine([T4], (12080,), nccl=(2, 0))
     assert doctor_gpu.examine_gpus()[1]["ok"] is None  # One GPU does not need NCCL.
     machine([T4, T4], (12080,), nccl=(2, 0))
-    found = doctor_gpu.examine_gpus()[1]
-    assert found["ok"] is False and "tensorflow[and-cuda]" in found["fix"]
+    result = doctor_gpu.examine_gpus()[1]
+    assert result["ok"] is False and "tensorflow[and-cuda]" in result["fix"]
 
 
 @pytest.mark.parametrize(
-    "cuda, libraries, told, fix",
+    "cuda, libraries, message, fix",
     [
         ((12080,), False, "libcublas.so.12 and 6 others cannot be opened", "make setup GPU=1"),
         ((11040,), False, "its driver supports CUDA 11.4", "version 555"),
@@ -86,13 +86,15 @@ def test_doctor_reports_missing_nccl(machine):
         ((12080,), True, "all CUDA libraries were found", "TF_CPP_MIN_LOG_LEVEL=0"),
     ],
 )
-def test_doctor_explains_why_tensorflow_finds_no_gpu(machine, tmp_path, cuda, libraries, told, fix):
+def test_doctor_explains_why_tensorflow_finds_no_gpu(
+    machine, tmp_path, cuda, libraries, message, fix
+):
     write_driver(tmp_path)
     machine((), cuda, libraries=libraries)
-    (found,) = doctor_gpu.examine_gpus()
-    assert found["ok"] is False and fix in found["fix"]
-    assert found["found"].startswith("driver 580.159.04, but TensorFlow finds no GPU: ")
-    assert told in found["found"] and "\n" not in found["found"]
+    (result,) = doctor_gpu.examine_gpus()
+    assert result["ok"] is False and fix in result["fix"]
+    assert result["found"].startswith("driver 580.159.04, but TensorFlow finds no GPU: ")
+    assert message in result["found"] and "\n" not in result["found"]
 
 
 def test_doctor_fails_if_a_driver_has_no_visible_gpu(monkeypatch, tmp_path, capsys):
@@ -159,6 +161,6 @@ def test_warm_trains_and_generates_in_each_type(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path))
     (tmp_path / "index").write_bytes(b"0" * 2_000_000)
     *types, cache = warm.warm()
-    assert all(one["ok"] for one in types), types
-    assert [one["found"].split(":")[0] for one in types] == list(warm._POLICIES)
+    assert all(item["ok"] for item in types), types
+    assert [item["found"].split(":")[0] for item in types] == list(warm._POLICIES)
     assert "has 2 MB, 2 before" in cache["found"]

@@ -1,4 +1,4 @@
-"""Promise: texts end at every known end token, from a published folder, a run and its export."""
+"""Texts end at every known end token, from a published folder, a run and its export."""
 
 import json
 import shutil
@@ -103,6 +103,6 @@ def test_run_stops_where_its_export_and_transformers_stop(
     for name in ("run/tokenizer", "export", "copy"):
         assert (tmp_path / name / template).read_text() == "{{ tools | tojson }}"
     model = transformers.AutoModelForCausalLM.from_pretrained("export")
-    found = model.generate(torch.tensor(prompt), max_new_tokens=LENGTH, do_sample=False)
-    np.testing.assert_array_equal(found.numpy()[0, len(prompt[0]) :], ids[: place + 1])
+    result = model.generate(torch.tensor(prompt), max_new_tokens=LENGTH, do_sample=False)
+    np.testing.assert_array_equal(result.numpy()[0, len(prompt[0]) :], ids[: place + 1])
     assert {2, 260, ids[place]} == set(model.generation_config.eos_token_id)

@@ -1,4 +1,4 @@
-"""Promise: the command line continues texts, and wrong input is an error of one line."""
+"""The command line continues texts, and wrong input is an error of one line."""
 
 import io
 import json
@@ -100,8 +100,8 @@ def test_generated_texts_match_the_network(folder):
     for prompt, text in zip(PROMPTS, together, strict=True):
         ids = tokenizer.encode_prompts([prompt]).to_list()
         assert ids[0][0] == 1
-        found = model.generate(ids, 12).numpy().tolist()
-        assert text == tokenizer.decode(found)[0]
+        result = model.generate(ids, 12).numpy().tolist()
+        assert text == tokenizer.decode(result)[0]
         assert generator(folder, batch_size=1)([prompt]) == [text]
 
 
@@ -109,10 +109,10 @@ def test_generated_texts_match_the_network(folder):
 def test_streamed_parts_join_to_the_texts(folder, options):
     """Each part has complete characters."""
     parts = {}
-    tell = lambda number, text: parts.setdefault(number, []).append(text)
+    tell = lambda index, text: parts.setdefault(index, []).append(text)
     texts = generator(folder, batch_size=2, **options)(PROMPTS, on_text=tell)
     assert len(texts) == 3 * options.get("num_return_sequences", 1)
-    assert ["".join(parts[number]) for number in range(len(texts))] == texts
+    assert ["".join(parts[index]) for index in range(len(texts))] == texts
     assert any(len(pieces) > 3 for pieces in parts.values())
 
 
@@ -223,7 +223,7 @@ def test_generate_passes_search_options(folder, capsys):
 def test_stop_token_ends_texts(folder, capsys):
     tokenizer, (text,) = load_tokenizer(folder), generator(folder)(["dog"])
     ids = tokenizer.encode([text]).to_list()[0]
-    stop = tokenizer.decode([[one] for one in ids if one < 128 + 3])[0]
+    stop = tokenizer.decode([[item] for item in ids if item < 128 + 3])[0]
     assert run(folder, *prompts("dog"), "--stop", stop) == 0
     assert capsys.readouterr().out == text[: text.index(stop) + len(stop)] + "\n"
 
@@ -236,8 +236,8 @@ def test_encoder_decoder_generates_for_sources(folder, tmp_path, capsys):
     model, tokenizer = from_pretrained(tmp_path / "bart"), load_tokenizer(folder)
     expected = []
     for prompt in PROMPTS:
-        found = model.generate(tokenizer.encode_prompts([prompt]).to_tensor(), 12)
-        expected += tokenizer.decode(found)
+        result = model.generate(tokenizer.encode_prompts([prompt]).to_tensor(), 12)
+        expected += tokenizer.decode(result)
     assert len(set(expected)) == 3
     for options in ([], ["--stream"]):
         assert run(tmp_path / "bart", *prompts(*PROMPTS), *options) == 0
@@ -245,7 +245,7 @@ def test_encoder_decoder_generates_for_sources(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         ([], "No prompt was given. Add --prompt"),
         (
@@ -268,14 +268,14 @@ def test_encoder_decoder_generates_for_sources(folder, tmp_path, capsys):
         (["--prompt", "x", "--set", "parallel.model_parallel=9"], "parallel"),
     ],
 )
-def test_wrong_input(folder, stdin, capsys, arguments, told):
+def test_wrong_input_is_a_one_line_error(folder, stdin, capsys, arguments, message):
     stdin("")
     assert run(folder, *arguments) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
-def test_wrong_folders(folder, tmp_path, capsys):
+def test_wrong_folders_are_one_line_errors(folder, tmp_path, capsys):
     def run_and_get_error(path):
         assert run(path, "--prompt", "x") == 2
         return capsys.readouterr().err
@@ -305,11 +305,11 @@ def test_evaluate_names_folders_that_are_no_runs(folder, tmp_path, capsys):
     lines.write_text("a\n")
     own = tmp_path / "own"
     (own / "checkpoints").mkdir(parents=True)
-    for place, told in (
+    for place, message in (
         (folder, f"`{folder}` contains a published model"),
         (own, "It contains checkpoints"),
     ):
         ask = ["evaluate", "--run", str(place), "--src", str(lines), "--ref", str(lines)]
         assert main(ask) == 2
         error = capsys.readouterr().err
-        assert "is not a run of `dtransformer train`" in error and told in error
+        assert "is not a run of `dtransformer train`" in error and message in error

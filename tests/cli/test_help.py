@@ -1,4 +1,4 @@
-"""Promise: every command prints its help, which ends with a working example."""
+"""Every command prints its help, which ends with a working example."""
 
 import argparse
 import shlex

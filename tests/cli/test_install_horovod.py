@@ -1,4 +1,4 @@
-"""Promise: a failed installation of Horovod prints one line and leaves nothing incomplete.
+"""A failed installation of Horovod prints one line and leaves nothing incomplete.
 
 The tests with several ranks show that a built Horovod works. These tests need no network and do not
 change the environment.
@@ -127,10 +127,10 @@ def test_reports_an_unwritable_cache(cache, capsys):
 
 
 def test_wheel_of_this_environment_supports_gpus():
-    works, found = install_horovod.built_with()
+    works, result = install_horovod.built_with()
     if not works:
         pytest.skip("Horovod is not installed: dtransformer doctor --install-horovod")
-    assert "gloo" in found and "nccl" in found
+    assert "gloo" in result and "nccl" in result
 
 
 def test_build_ignores_pip_constraints(tmp_path, monkeypatch):

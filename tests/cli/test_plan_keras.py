@@ -1,4 +1,4 @@
-"""Promise: `dtransformer plan` counts the bytes per device of a Keras model."""
+"""`dtransformer plan` counts the bytes per device of a Keras model."""
 
 import json
 

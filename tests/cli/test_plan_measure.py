@@ -1,4 +1,4 @@
-"""Promise: the planner accepts a measured machine as a device."""
+"""The planner accepts a measured machine as a device."""
 
 import json
 
@@ -18,9 +18,9 @@ def test_plan_measure_writes_a_usable_device(tmp_path, capsys):
     assert device.constants.pass_overhead_us > 0 and "measured" in capsys.readouterr().out
     ask = ["plan", "--model", "gpt2-small", "--device", path, "--devices", "1"]
     assert main([*ask, "--global-batch", "4", "--precision", "float32", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     # Six FLOPs per position and weight plus the attention scores, at less than the peak.
-    assert found["layouts"][0]["step_seconds"] > 4 * 1024 * 6 * 1e8 / device.tflops_32_bit / 1e12
+    assert result["layouts"][0]["step_seconds"] > 4 * 1024 * 6 * 1e8 / device.tflops_32_bit / 1e12
 
 
 @pytest.mark.long

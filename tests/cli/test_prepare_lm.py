@@ -1,4 +1,4 @@
-"""Promise: `prepare --lm` converts files to token shards, and rejects wrong options in one line."""
+"""`prepare --lm` converts files to token shards, and rejects wrong options in one line."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_prepare_lm_writes_token_shards(files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, message",
     [
         (["--lm"], "--lm requires --input"),
         (["--lm", "--input", "some.txt"], "--tokenizer FOLDER or --train-tokenizer SIZE"),
@@ -56,9 +56,9 @@ def test_prepare_lm_writes_token_shards(files, tmp_path, capsys):
         (["--lm", "--input", "some.txt", "--train-tokenizer", "9"], "an integer from 16"),
     ],
 )
-def test_prepare_lm_rejects_wrong_options(files, options, told, tmp_path, monkeypatch, capsys):
+def test_prepare_lm_rejects_wrong_options(files, options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert prepare(*options, "--out", "out") == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

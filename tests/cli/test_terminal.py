@@ -1,4 +1,4 @@
-"""Promise: on a terminal, training shows a short progress bar and names the results."""
+"""On a terminal, training shows a short progress bar and names the results."""
 
 import os
 import pty

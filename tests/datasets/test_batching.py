@@ -199,17 +199,17 @@ def test_ranks_divide_the_batches_of_one_process(num_shards, size):
     shards = [some_batches(**size, shard_index=i, num_shards=num_shards) for i in range(num_shards)]
     assert {len(shard) for shard in shards} == {len(unsharded)}
     for epoch in range(2):
-        for number in range(len(unsharded)):
-            shares = [shard.rows(epoch, number) for shard in shards]
+        for index in range(len(unsharded)):
+            shares = [shard.rows(epoch, index) for shard in shards]
             assert all(len(share) for share in shares)
-            everything = np.concatenate(unsharded.rows(epoch, number))
+            everything = np.concatenate(unsharded.rows(epoch, index))
             assert sorted(np.concatenate(sum(shares, []))) == sorted(everything)
 
 
 def test_rank_reads_its_planned_rows():
     batches = some_batches(shard_index=1, num_shards=2)
-    for number, (inputs, _) in enumerate(batches.as_dataset()):
-        planned = np.concatenate(batches.rows(0, number))
+    for index, (inputs, _) in enumerate(batches.as_dataset()):
+        planned = np.concatenate(batches.rows(0, index))
         assert (inputs["source"][:, 0].numpy() - 10 == planned).all()
 
 

@@ -34,7 +34,7 @@ def test_sizes_and_special_ids(tokenizer):
     special = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.start_id, tokenizer.end_id)
     assert special == (0, 1, 2, 3) and tokenizer.stop_ids == (3,)
     assert tokenizer.vocab_size == 600
-    assert train_byte_level(["a b"], vocab_size=8000, at_most=True).vocab_size == 260
+    assert train_byte_level(["a b"], vocab_size=8000, allow_smaller=True).vocab_size == 260
     assert tokenizer.encode_prompts(["a"]).to_list() == [[2, *tokenizer.encode(["a"]).to_list()[0]]]
     assert train_byte_level(["A\n B"], 260, lower_case=True).decode([[]]) == [""]
 

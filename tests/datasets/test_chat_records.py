@@ -88,9 +88,9 @@ def tokenizer(tmp_path_factory):
 def learnt(tokenizer, source, turns, train_on="assistant"):
     """Return the ids and labels of a rendered conversation."""
     tokenizer.template_source = source
-    found = conversation(turns, tokenizer.chat_template(), train_on, "here")
-    ((ids, places, _),) = tokenizer.encode_with_offsets([found.text])
-    return np.array(ids), label_spans(ids, places, found.spans)
+    result = conversation(turns, tokenizer.chat_template(), train_on, "here")
+    ((ids, places, _),) = tokenizer.encode_with_offsets([result.text])
+    return np.array(ids), label_spans(ids, places, result.spans)
 
 
 @with_transformers
@@ -222,7 +222,7 @@ def test_date_of_templates_can_be_set():
     )
 
 
-def test_record_formats(tmp_path):
+def test_reads_every_record_format(tmp_path):
     def read(name, content, **fields):
         (tmp_path / name).write_text(content)
         return [record for _, record in read_records(tmp_path / name, fields)]
@@ -231,11 +231,11 @@ def test_record_formats(tmp_path):
     expected = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert read("a.jsonl", json.dumps(sharegpt)) == [{"messages": expected}]
     alpaca = {"instruction": "do", "input": "it", "output": "done"}
-    (one,) = read("b.json", json.dumps([alpaca]))
-    assert [turn["content"] for turn in one["messages"]] == ["do\nit", "done"]
+    (item,) = read("b.json", json.dumps([alpaca]))
+    assert [turn["content"] for turn in item["messages"]] == ["do\nit", "done"]
     assert read("c.txt", "one\n\ntwo\n") == [{"text": "one"}, {"text": "two"}]
-    (one,) = read("d.jsonl", '{"q": "a", "r": "b"}', prompt="q", completion="r")
-    assert one == {"prompt": "a", "completion": "b"}
+    (item,) = read("d.jsonl", '{"q": "a", "r": "b"}', prompt="q", completion="r")
+    assert item == {"prompt": "a", "completion": "b"}
     with pytest.raises(InputError, match="A turn of `conversations` must have `value` and `from`"):
         read("a.jsonl", json.dumps({"conversations": [{"from": ["human"], "value": "a"}]}))
     with pytest.raises(InputError, match="x.csv: CSV, TSV and Excel tables are not supported"):
@@ -248,8 +248,8 @@ def test_parquet_rows_are_records(tmp_path):
     parquet, pyarrow = map(pytest.importorskip, ("pyarrow.parquet", "pyarrow"))
     rows = [{"messages": TURNS}, {"messages": TURNS[:2]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = list(read_records(tmp_path / "a.parquet"))
-    assert [record for _, record in found] == rows and found[1][0].endswith("a.parquet, row 2")
+    result = list(read_records(tmp_path / "a.parquet"))
+    assert [record for _, record in result] == rows and result[1][0].endswith("a.parquet, row 2")
 
 
 def test_common_first_messages_of_preferences_become_the_prompt():
@@ -279,15 +279,15 @@ def test_repeated_prompt_of_preferences_is_used_once():
 
 def read(tmp_path, record, fields=None):
     (tmp_path / "r.jsonl").write_text(json.dumps(record))
-    ((_, found),) = read_records(tmp_path / "r.jsonl", fields)
-    return found
+    ((_, result),) = read_records(tmp_path / "r.jsonl", fields)
+    return result
 
 
 def test_named_fields_take_precedence_over_columns(tmp_path):
-    found = read(tmp_path, {"sentiment": "POS", "text": "x", "label": 7}, {"label": "sentiment"})
-    assert found == {"label": "POS", "text": "x"}
-    found = read(tmp_path, {"s": "a"}, {"query": "s", "positive": "s"})
-    assert found == {"query": "a", "positive": "a"}
+    result = read(tmp_path, {"sentiment": "POS", "text": "x", "label": 7}, {"label": "sentiment"})
+    assert result == {"label": "POS", "text": "x"}
+    result = read(tmp_path, {"s": "a"}, {"query": "s", "positive": "s"})
+    assert result == {"query": "a", "positive": "a"}
 
 
 @pytest.mark.parametrize("record", [
@@ -296,14 +296,14 @@ def test_named_fields_take_precedence_over_columns(tmp_path):
     {"instruction": "q", "output": "a"},
 ])  # fmt: skip
 def test_system_field_becomes_the_first_message(record, tmp_path):
-    found = read(tmp_path, {**record, "system": "s", "tools": []})
-    assert [(x["role"], x["content"]) for x in found["messages"]] == [
+    result = read(tmp_path, {**record, "system": "s", "tools": []})
+    assert [(x["role"], x["content"]) for x in result["messages"]] == [
         ("system", "s"), ("user", "q"), ("assistant", "a"),
     ]  # fmt: skip
-    assert found["tools"] == []
-    found["system"] = "again"
+    assert result["tools"] == []
+    result["system"] = "again"
     with pytest.raises(InputError, match="Remove one of them"):
-        read(tmp_path, found)
+        read(tmp_path, result)
 
 
 def test_alpaca_history_becomes_messages(tmp_path):
@@ -322,10 +322,10 @@ def test_white_space_of_answers_is_trained_despite_empty_places(tokenizer):
     trimmed = tokenizers.Tokenizer.from_file(str(tokenizer._path))
     trimmed.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     for text in ("<s>  \n    if x:\n\n        y  </s>  \n", "<s>    x  </s>", "<s>x   </s>   "):
-        found = trimmed.encode(text)
-        assert any(start == end for start, end in found.offsets)
-        learnt = label_spans(found.ids, found.offsets, [(len("<s>"), text.index("</s>"))]) != -100
-        first, last = (found.tokens.index(mark) for mark in ("<s>", "</s>"))
+        result = trimmed.encode(text)
+        assert any(start == end for start, end in result.offsets)
+        learnt = label_spans(result.ids, result.offsets, [(len("<s>"), text.index("</s>"))]) != -100
+        first, last = (result.tokens.index(mark) for mark in ("<s>", "</s>"))
         assert np.flatnonzero(learnt).tolist() == list(range(first + 1, last))
 
 
@@ -349,8 +349,8 @@ EVERY_MESSAGE_CLOSES = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{%
 
 
 def learnt_texts(source, turns, train_on="assistant"):
-    found = conversation(turns, ChatTemplate(source), train_on, "here")
-    return [found.text[start:end] for start, end in found.spans]
+    result = conversation(turns, ChatTemplate(source), train_on, "here")
+    return [result.text[start:end] for start, end in result.spans]
 
 
 @pytest.mark.parametrize("answer", ["Yes.", "<b>Yes</b>", "<tool_call>add</tool_call>"])

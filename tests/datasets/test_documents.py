@@ -26,7 +26,7 @@ def documents(*args, **options):
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_text_files(tmp_path, end, packed):
+def test_reads_documents_from_text_files(tmp_path, end, packed):
     text = f"{2 * end}One.{end}Two.{end} {end}{end}Quoi\u00a0?\u2028x{end}{end}last".encode()
     name, text = ("x.txt.gz", gzip.compress(text)) if packed else ("x.txt", text)
     path = written(tmp_path / name, text)
@@ -45,7 +45,7 @@ def test_large_file_is_read_in_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson.gz"])
-def test_json_lines(tmp_path, name):
+def test_reads_documents_from_json_lines(tmp_path, name):
     lines = [json.dumps({"text": text, "more": {"a": [1]}}) for text in TEXTS]
     content = ("\n".join(lines) + "\n\n").encode()
     path = written(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
@@ -71,7 +71,7 @@ def write_table(table, path):
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "file.arrow", "stream.arrow"])
-def test_arrow_and_parquet(tmp_path, name):
+def test_reads_documents_from_arrow_and_parquet(tmp_path, name):
     pyarrow = pytest.importorskip("pyarrow")
     pairs = {"question": [*TEXTS, None] * 700, "answer": ["yes"] * 2800, "n": range(2800)}
     path = tmp_path / name
@@ -141,8 +141,8 @@ def test_joined_fields_become_lines_of_a_prompt(tmp_path, field, indent):
     content = json.dumps(RECORDS, indent=indent)
     if indent is None:
         content = "\n".join(map(json.dumps, RECORDS))
-    found = documents([written(tmp_path / "x.json", content)], field=field)
-    assert found == [[prompt, one["output"]] for prompt, one in zip(expected, RECORDS)]
+    result = documents([written(tmp_path / "x.json", content)], field=field)
+    assert result == [[prompt, item["output"]] for prompt, item in zip(expected, RECORDS)]
 
 
 def test_error_for_a_large_list_recommends_json_lines(tmp_path, monkeypatch):

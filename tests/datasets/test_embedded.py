@@ -36,9 +36,9 @@ def splits(tmp_path_factory):
 
 
 def noun(word, determiner="the", plural=False, adjective=None, negative=False):
-    (found,) = lexicon.nouns(word)
+    (result,) = lexicon.nouns(word)
     items = [item for item in lexicon.ADJECTIVES if item.english == adjective]
-    return noun_phrase(found, determiner, plural, *items, negative=negative)
+    return noun_phrase(result, determiner, plural, *items, negative=negative)
 
 
 def verb(base, group="event instant motion activity giving state liking be"):
@@ -321,7 +321,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("value", NUMBERS)
-def test_tricky_numbers(value):
+def test_spells_irregular_numbers(value):
     assert tuple(numerals.number(value)) == NUMBERS[value]
 
 

@@ -54,7 +54,7 @@ def test_epoch_contains_every_document_in_one_row(documents, shards):
     orders = []
     for epoch in range(2):
         batches.set_epoch(epoch)
-        found = []
+        result = []
         for tokens, segments, labels in zip(*concatenate_rows(batches)):
             for segment in range(1, segments.max() + 1):
                 ids = tokens[segments == segment]
@@ -62,11 +62,11 @@ def test_epoch_contains_every_document_in_one_row(documents, shards):
                 answers = labels[segments == segment]
                 np.testing.assert_array_equal(answers[:-1][answers[:-1] != IGNORED],
                                               ids[1:][answers[:-1] != IGNORED])  # fmt: skip
-                found.append(ids.tolist())
-        assert len(found) == len(documents)
+                result.append(ids.tolist())
+        assert len(result) == len(documents)
         letters = lambda ids: "".join(chr(i - 4 + ord("a")) for i in ids if i >= 4)
-        assert sorted(map(letters, found)) == sorted("".join(parts) for parts in documents)
-        orders.append(found)
+        assert sorted(map(letters, result)) == sorted("".join(parts) for parts in documents)
+        orders.append(result)
     assert orders[0] != orders[1]
     assert (concatenate_rows(batches)[0] != PAD).mean() > 0.85
 
@@ -84,12 +84,12 @@ def test_long_documents_are_left_out_in_training_and_cut_off_otherwise(tmp_path)
 
 
 def test_ranks_divide_and_resume_one_plan(shards):
-    whole = some_batches(shards)
-    whole.set_epoch(1)
-    expected = [part[2 * 4 :] for part in concatenate_rows(whole)]
+    full = some_batches(shards)
+    full.set_epoch(1)
+    expected = [part[2 * 4 :] for part in concatenate_rows(full)]
     for index in range(2):
         own = some_batches(shards, shard_index=index, num_shards=2)
-        own.restore(whole.position(2))
+        own.restore(full.position(2))
         for part, of_all in zip(concatenate_rows(own), expected):
             np.testing.assert_array_equal(part, of_all[index::2])
 

@@ -48,9 +48,9 @@ def test_stream_can_be_read_at_any_position(shards, start, end):
     rng = np.random.default_rng(0)
     for count in (1, 2, 30, 500, 3 * len(ids)):
         for first in (0, len(ids) - 1, *rng.integers(len(ids), size=20).tolist()):
-            found, of = stream.read(first, count)
+            result, of = stream.read(first, count)
             places = np.arange(first, first + count) % len(ids)
-            np.testing.assert_array_equal(found, ids[places])
+            np.testing.assert_array_equal(result, ids[places])
             is_new = (np.diff(numbers[places]) != 0) | (places[1:] == 0)
             np.testing.assert_array_equal(of, 1 + np.cumsum([0, *is_new]))
 
@@ -110,9 +110,9 @@ def test_structure_of_a_batch(tmp_path):
 def test_evaluation_counts_each_token_except_the_first_of_a_document(shards):
     batches = some_batches(shards, training=False)
     rows = np.concatenate(read(batches), axis=1)
-    found = rows[2][rows[2] != IGNORED]
+    result = rows[2][rows[2] != IGNORED]
     expected = np.concatenate([[*ids, END] for ids in shards])
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
     assert (rows[2][rows[1] == 0] == IGNORED).all()
     assert np.array_equal(read(batches), read(some_batches(shards, training=False, seed=8)))
 
@@ -162,11 +162,11 @@ def test_ranks_divide_the_batches_of_one_process(shards, num_shards, multiple, t
         )
         for index in range(num_shards)
     ]
-    for number, whole in enumerate(of_all):
+    for number, full in enumerate(of_all):
         for index in range(num_shards):
             own = of_ranks[index][number]
             assert own.shape[1] % multiple == 0
-            expected = whole[:, index::num_shards]
+            expected = full[:, index::num_shards]
             np.testing.assert_array_equal(own[:, : expected.shape[1]], expected)
             assert (own[2, expected.shape[1] :] == IGNORED).all()
 

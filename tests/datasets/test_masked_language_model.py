@@ -50,8 +50,10 @@ def epoch_rows(batches):
     return {**inputs, **labels}
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
+def same(item, other):
+    return item.keys() == other.keys() and all(
+        np.array_equal(item[key], other[key]) for key in item
+    )
 
 
 # Properties of all three.
@@ -130,11 +132,11 @@ def test_fractions_of_masked_tokens(shards):
 
 
 def test_every_token_is_masked_in_some_epoch(shards):
-    batches, asked = some_batches("masked", shards, batch_size=1, shuffle=False), 0
+    batches, requested = some_batches("masked", shards, batch_size=1, shuffle=False), 0
     for epoch in range(60):
-        asked = asked | (batches.row(epoch, 0)[1] != IGNORED)
-    assert (asked == (batches.row(0, 0)[0]["segments"] > 0) & (asked > 0)).all()
-    assert asked.mean() > 0.8
+        requested = requested | (batches.row(epoch, 0)[1] != IGNORED)
+    assert (requested == (batches.row(0, 0)[0]["segments"] > 0) & (requested > 0)).all()
+    assert requested.mean() > 0.8
 
 
 def test_mask_id_can_be_chosen(shards):
@@ -150,12 +152,12 @@ def test_mask_id_can_be_chosen(shards):
 def test_pairs_are_consecutive_or_random(documents, shards):
     batches = some_batches("pairs", shards, length=120, batch_size=1, shuffle=False)
     letters = lambda ids: "".join(chr(i - FIRST + ord("a")) for i in ids)
-    starts = {"".join(parts[i:j]): number for number, parts in enumerate(documents)
+    starts = {"".join(parts[i:j]): index for index, parts in enumerate(documents)
               for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}  # fmt: skip
     kinds = []
     for epoch in range(4):
-        for number in range(batches.num_rows):
-            inputs, labels = batches.row(epoch, number)
+        for index in range(batches.num_rows):
+            inputs, labels = batches.row(epoch, index)
             is_label = labels["masked_lm"] != IGNORED
             ids = np.where(is_label, labels["masked_lm"], inputs["tokens"])
             assert ids[0] == START
@@ -175,8 +177,8 @@ def test_pairs_are_consecutive_or_random(documents, shards):
 
 
 def test_rows_contain_every_sentence_once(shards):
-    for number in range(len(shards.shard_sizes)):
-        shard = shards.shard(number)
+    for index in range(len(shards.shard_sizes)):
+        shard = shards.shard(index)
         first, end = chunks(shard.parts, shard.documents, room=25)
         np.testing.assert_array_equal(first, [0, *end[:-1]])
         assert end[-1] == len(shard.parts) - 1
@@ -192,18 +194,18 @@ def test_longer_text_is_cut_first(sizes):
     first, second = np.arange(sizes[0]), 100 + np.arange(sizes[1])
     beginnings = set()
     for seed in range(20):
-        one, other = truncate_pair(first, second, 20, np.random.default_rng(seed))
-        assert len(one) + len(other) == min(sum(sizes), 20)
-        assert len(one) >= min(sizes[0], 10) and len(other) >= min(sizes[1], 10)
-        assert (np.diff(one) == 1).all() and (np.diff(other) == 1).all()
-        beginnings.add((one[0], other[0]))
+        item, other = truncate_pair(first, second, 20, np.random.default_rng(seed))
+        assert len(item) + len(other) == min(sum(sizes), 20)
+        assert len(item) >= min(sizes[0], 10) and len(other) >= min(sizes[1], 10)
+        assert (np.diff(item) == 1).all() and (np.diff(other) == 1).all()
+        beginnings.add((item[0], other[0]))
     assert (len(beginnings) > 1) == (sum(sizes) > 20)
 
 
 def test_pairs_require_sentences_and_two_documents(tmp_path):
     no_parts = some_shards(tmp_path / "x", ["ab", "cd"])
-    one = some_shards(tmp_path / "y", [["ab", "cd"]])
-    for shards in (no_parts, one):
+    item = some_shards(tmp_path / "y", [["ab", "cd"]])
+    for shards in (no_parts, item):
         assert "at least two documents" in get_error_message(some_batches, "pairs", shards)
 
 

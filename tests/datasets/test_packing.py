@@ -66,8 +66,8 @@ def unpacked(batch):
     pairs = []
     for row in range(len(labels)):
         own, others = inputs["source_segments"][row], inputs["target_segments"][row]
-        for number in range(1, own.max() + 1):
-            source, here = inputs["source"][row][own == number], others == number
+        for index in range(1, own.max() + 1):
+            source, here = inputs["source"][row][own == index], others == index
             pairs.append(
                 tuple(map(tuple, (source, inputs["target"][row][here], labels[row][here])))
             )
@@ -78,12 +78,12 @@ def unpacked(batch):
 
 def test_batches_have_one_shape_and_contain_all_pairs():
     (source, target), batches = some_batches()
-    found = []
+    result = []
     for batch in batches.as_dataset():
         assert {x.shape.as_list() == [4, 64] for x in tf.nest.flatten(batch)} == {True}
-        found += unpacked(batch)
+        result += unpacked(batch)
     expected = [(tuple(s), (2, *t), (*t, END)) for s, t in zip(source.to_list(), target.to_list())]
-    assert sorted(found) == sorted(expected)
+    assert sorted(result) == sorted(expected)
     assert len(batches) == sum(1 for _ in batches.as_dataset())
 
 
@@ -93,16 +93,16 @@ def test_ranks_divide_the_rows_of_one_process():
         some_batches(batch_size=6, drop_remainder=True, shard_index=k, num_shards=2)[1]
         for k in range(2)
     ]
-    for whole, *parts in zip(alone.as_dataset(), *(share.as_dataset() for share in shares)):
-        assert unpacked(whole) != unpacked(parts[0])
-        assert sorted(unpacked(whole)) == sorted([*unpacked(parts[0]), *unpacked(parts[1])])
+    for full, *parts in zip(alone.as_dataset(), *(share.as_dataset() for share in shares)):
+        assert unpacked(full) != unpacked(parts[0])
+        assert sorted(unpacked(full)) == sorted([*unpacked(parts[0]), *unpacked(parts[1])])
 
 
 def test_epoch_resumes_at_the_next_batch():
     _, batches = some_batches()
-    whole = [unpacked(batch) for batch in batches.as_dataset()]
+    full = [unpacked(batch) for batch in batches.as_dataset()]
     batches.restore(batches.position(3))
-    assert [unpacked(batch) for batch in batches.as_dataset()] == whole[3:]
+    assert [unpacked(batch) for batch in batches.as_dataset()] == full[3:]
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_attention_does_not_cross_sentences_of_a_row(positions):
     logits = model(inputs)[0]
     own, others = inputs["source_segments"][0], inputs["target_segments"][0]
     assert own.numpy().max() > 2
-    for number in range(1, own.numpy().max() + 1):
+    for index in range(1, own.numpy().max() + 1):
         alone = {
-            "source": inputs["source"][0][own == number][None],
-            "target": inputs["target"][0][others == number][None],
+            "source": inputs["source"][0][own == index][None],
+            "target": inputs["target"][0][others == index][None],
         }
-        np.testing.assert_allclose(logits[others == number], model(alone)[0], atol=2e-5)
+        np.testing.assert_allclose(logits[others == index], model(alone)[0], atol=2e-5)
 
 
 def test_attention_does_not_cross_documents_of_a_row():
@@ -144,9 +144,9 @@ def test_attention_does_not_cross_documents_of_a_row():
     tokens = tf.constant([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0]])
     segments = tf.constant([[1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0]])
     logits = model({"tokens": tokens, "segments": segments})
-    for number in (1, 2, 3):
-        alone = model(tokens[segments == number][None])
-        np.testing.assert_allclose(logits[segments == number], alone[0], atol=2e-5)
+    for index in (1, 2, 3):
+        alone = model(tokens[segments == index][None])
+        np.testing.assert_allclose(logits[segments == index], alone[0], atol=2e-5)
 
 
 def test_packing_requires_segments_of_both_sides():

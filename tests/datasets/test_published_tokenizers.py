@@ -68,8 +68,8 @@ def test_json_tokenizers_match_transformers(gpt2):
     assert ids.to_list() == [own.encode(text).ids for text in TEXTS]
     flat, row_splits = tokenizer.encode_to_numpy(TEXTS)
     assert flat.dtype == np.int32 and row_splits[-1] == len(flat) and len(row_splits) == 6
-    for given in (ids, ids.to_list(), ids.to_tensor(tokenizer.end_id)):
-        assert tokenizer.decode(given) == TEXTS
+    for value in (ids, ids.to_list(), ids.to_tensor(tokenizer.end_id)):
+        assert tokenizer.decode(value) == TEXTS
     assert tokenizer.vocab_size == own.get_vocab_size() == 300
     assert tokenizer.encode([]).to_list() == []
 

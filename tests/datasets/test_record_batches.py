@@ -14,8 +14,8 @@ LENGTHS = RNG.integers(3, 12, 40)
 def records(lengths=LENGTHS):
     """Return records whose tokens identify them. The first token of each has no label."""
     rows = []
-    for number, length in enumerate(lengths):
-        ids = np.full(length, number + 1)
+    for index, length in enumerate(lengths):
+        ids = np.full(length, index + 1)
         rows.append([(ids, np.where(np.arange(length) > 0, ids, -100))])
     return EncodedRecords(rows)
 
@@ -46,31 +46,31 @@ def test_mixture_follows_the_weights_at_every_prefix(mode, weights):
 
 def test_each_source_is_shuffled_and_used_completely():
     order = mixture_order([5, 50], [0.5, 0.5], "repeat")
-    found = mixed_records(order, [5, 50], [0, 0])
-    first = found[order == 0]
+    result = mixed_records(order, [5, 50], [0, 0])
+    first = result[order == 0]
     for start in range(0, len(first) - 4, 5):  # Each repetition contains all records.
         assert sorted(first[start : start + 5]) == [0, 1, 2, 3, 4]
     assert first[:5].tolist() != first[5:10].tolist()
-    assert sorted(found[order == 1][:50]) == list(range(5, 55))
+    assert sorted(result[order == 1][:50]) == list(range(5, 55))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("weights", [None, (0.7, 0.3)])
 def test_ranks_divide_batches_and_resume_anywhere(packed, weights):
     options = {"packed": packed, "weights": weights, "sizes": [25, 15]}
-    one = batches(**options)
+    item = batches(**options)
     halves = [batches(**options, shard_index=i, num_shards=2) for i in range(2)]
     for epoch in (0, 1):
-        for batch in range(len(one)):
-            inputs, labels = one.batch(epoch, batch)
+        for batch in range(len(item)):
+            inputs, labels = item.batch(epoch, batch)
             for index, half in enumerate(halves):
                 own, their = half.batch(epoch, batch)
                 np.testing.assert_array_equal(own["tokens"], inputs["tokens"][index::2])
                 np.testing.assert_array_equal(their, labels[index::2])
     again = batches(**options)
-    again.restore({**one.position(), "epoch": 1, "batch": 2})
+    again.restore({**item.position(), "epoch": 1, "batch": 2})
     inputs, _ = next(iter(again.as_dataset()))
-    np.testing.assert_array_equal(inputs["tokens"], one.batch(1, 2)[0]["tokens"])
+    np.testing.assert_array_equal(inputs["tokens"], item.batch(1, 2)[0]["tokens"])
 
 
 def test_epoch_contains_each_record_once():

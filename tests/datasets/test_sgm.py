@@ -44,7 +44,7 @@ def sgm(*lines, end=b"\n"):
 
 def document(segments):
     """Return the lines of a document."""
-    rows = [f'<seg id="{number}">{text}</seg>' for number, text in enumerate(segments, start=1)]
+    rows = [f'<seg id="{index}">{text}</seg>' for index, text in enumerate(segments, start=1)]
     return ['<refset trglang="fr" setid="s">', '<doc docid="s-1">', *rows, "</doc>", "</refset>"]
 
 
@@ -169,7 +169,7 @@ def test_package_refuses_sgm(tmp_path):
         assert "preprocess.py" in get_error_message(read, path)
 
 
-def test_real_files_are_read(shared_data):
+def test_reads_the_wmt14_files(shared_data):
     folder = shared_data / "wmt14"
     name = "newstest2014-fren-ref.{}.sgm"
     pairs = read_sgm_pairs(folder / name.format("fr"), folder / name.format("en"))

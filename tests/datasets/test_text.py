@@ -68,7 +68,7 @@ def test_files_without_pairs_are_refused(tmp_path, source, target, expected_erro
     assert all(word in message for word in expected_error), message
 
 
-def test_tab_separated_files(tmp_path):
+def test_reads_tab_separated_files(tmp_path):
     path = tmp_path / "x.txt"
     path.write_bytes(text(["a\tb", " c \t", "d\u00a0?\te"]))
     assert read_tsv(path) == (["a", "c", "d\u00a0?"], ["b", "", "e"])
@@ -102,8 +102,8 @@ def test_cleaning_counts_removed_pairs_by_reason(pair, options, reason):
 def test_cleaning_keeps_order_and_no_break_spaces():
     sources = ["a  \t b", "quoi\u00a0\u00a0?", "a b"]
     targets = [" c ", "what?", "c"]
-    kept = clean_pairs(sources, targets, distinct=True)
-    assert kept[:2] == (["a b", "quoi\u00a0\u00a0?"], ["c", "what?"])
-    assert (kept[2]["kept"], kept[2]["repeated"]) == (2, 1)
+    saved = clean_pairs(sources, targets, distinct=True)
+    assert saved[:2] == (["a b", "quoi\u00a0\u00a0?"], ["c", "what?"])
+    assert (saved[2]["kept"], saved[2]["repeated"]) == (2, 1)
     assert clean_pairs(sources, targets)[2]["kept"] == 3
     assert "1 sources and 0 targets" in get_error_message(clean_pairs, ["a"], [])

@@ -37,10 +37,10 @@ def test_documents_are_restored_by_index(tmp_path, shard_tokens, block, monkeypa
     shards = some_shards(tmp_path / "x", DOCUMENTS, shard_tokens)
     assert len(shards) == len(DOCUMENTS) and shards.has_parts
     letters = Letters()
-    for number in (*range(len(DOCUMENTS)), -1):
-        assert letters.decode(shards.parts(number)) == DOCUMENTS[number]
-        assert letters.decode([shards[number]]) == ["".join(DOCUMENTS[number])]
-        assert shards[number].dtype == np.int32
+    for index in (*range(len(DOCUMENTS)), -1):
+        assert letters.decode(shards.parts(index)) == DOCUMENTS[index]
+        assert letters.decode([shards[index]]) == ["".join(DOCUMENTS[index])]
+        assert shards[index].dtype == np.int32
     assert shards.lengths().tolist() == [len("".join(parts)) for parts in DOCUMENTS]
     assert shards.num_tokens == sum(shards.lengths())
     sizes = [tokens for _, tokens in shards.shard_sizes]
@@ -59,10 +59,10 @@ def test_documents_without_parts_or_tokens(tmp_path):
 
 
 def test_same_documents_give_the_same_bytes(tmp_path):
-    one, other = (some_shards(tmp_path / name, DOCUMENTS) for name in "ab")
-    assert contents(one.folder) == contents(other.folder)
-    assert one.fingerprint == other.fingerprint
-    assert some_shards(tmp_path / "c", DOCUMENTS[1:]).fingerprint != one.fingerprint
+    item, other = (some_shards(tmp_path / name, DOCUMENTS) for name in "ab")
+    assert contents(item.folder) == contents(other.folder)
+    assert item.fingerprint == other.fingerprint
+    assert some_shards(tmp_path / "c", DOCUMENTS[1:]).fingerprint != item.fingerprint
 
 
 def test_tokenizer_is_saved_with_the_ids(tmp_path):

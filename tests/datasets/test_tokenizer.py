@@ -100,7 +100,7 @@ def test_ids_are_ragged_int32(tokenizer):
 
 
 def test_order_is_kept_over_many_sentences(tokenizer):
-    sentences = [f"{number} pairs" for number in range(20_000)]
+    sentences = [f"{index} pairs" for index in range(20_000)]
     assert tokenizer.decode(tokenizer.encode(sentences)) == sentences
 
 
@@ -122,7 +122,7 @@ def test_stop_text_is_encoded_as_a_word(tokenizer):
         assert [tokenizer.encode_stop(text)] == tokenizer.encode([text]).to_list()
 
 
-def test_lower_case():
+def test_lower_case_folds_text_before_encoding():
     tokenizer = SubwordTokenizer.train(SENTENCES, 130, lower_case=True)
     assert tokenizer.decode(tokenizer.encode(["L'ÉTÉ DIT"])) == ["l'été dit"]
     assert not any(c.isupper() for piece in tokenizer.vocabulary[4:] for c in piece)
@@ -187,7 +187,7 @@ def test_other_libraries_load_the_saved_files(lower_case, tmp_path):
         if "[PAD]" not in text
     ]
     ids = tokenizer.encode(texts).to_list()
-    assert [one.ids for one in theirs.encode_batch(texts)] == ids
+    assert [item.ids for item in theirs.encode_batch(texts)] == ids
     assert (
         theirs.decode_batch(ids)[:-1] == tokenizer.decode(ids)[:-1]
     )  # Unknown characters are left out.

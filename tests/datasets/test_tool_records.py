@@ -22,9 +22,9 @@ def test_templates_receive_the_tools(as_text):
     template = ChatTemplate("{% for t in tools or [] %}<{{ t.name }}>{% endfor %}" + CHATML)
     tools = [{"name": "add"}]
     record = {"messages": TURNS, "tools": json.dumps(tools) if as_text else tools}
-    found = render_record(record, template, "assistant", "here")
-    assert found.text.startswith("<add>")
-    assert found.text[slice(*found.spans[0])] == "one<|im_end|>\n" or found.spans
+    result = render_record(record, template, "assistant", "here")
+    assert result.text.startswith("<add>")
+    assert result.text[slice(*result.spans[0])] == "one<|im_end|>\n" or result.spans
     with pytest.raises(InputError, match="tools must be a list of objects"):
         render_record({"messages": TURNS, "tools": ["add"]}, template, "assistant", "here")
 
@@ -63,23 +63,23 @@ def test_records_with_tools_use_the_template_of_transformers(form, tokenizer, tm
     for own in (load_tokenizer(folder), load_tokenizer(tmp_path / "saved")):
         for tools in (None, TOOLS):
             record = {"messages": TURNS, "tools": tools}
-            found = render_record(record, own.chat_template(), "all", "here").text
-            asked = own.chat(TURNS[:1], tools)
+            result = render_record(record, own.chat_template(), "all", "here").text
+            requested = own.chat(TURNS[:1], tools)
             for their in (reference, saved_reference):
                 options = {"tools": tools, "tokenize": False}
-                assert found == their.apply_chat_template(TURNS, **options)
+                assert result == their.apply_chat_template(TURNS, **options)
                 options["add_generation_prompt"] = True
-                assert asked == their.apply_chat_template(TURNS[:1], **options)
+                assert requested == their.apply_chat_template(TURNS[:1], **options)
     if form != "file over list":
-        assert found.startswith("<add>")
+        assert result.startswith("<add>")
 
 
 def test_custom_template_replaces_the_tool_template(tokenizer, tmp_path):
     own = load_tokenizer(chat_folder(tokenizer, tmp_path / "published", "files"))
     own.template_source = "{{ messages[0].content }}"
     own.save(tmp_path / "saved")
-    for one in (own, load_tokenizer(tmp_path / "saved")):
-        assert one.chat(TURNS[:1], TOOLS) == TURNS[0]["content"]
+    for item in (own, load_tokenizer(tmp_path / "saved")):
+        assert item.chat(TURNS[:1], TOOLS) == TURNS[0]["content"]
 
 
 def write_columns(folder, rows, name="a.parquet"):
@@ -107,12 +107,12 @@ def test_rows_of_columns_equal_json_lines(name, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     expected = [record for _, record in read_records(tmp_path / "a.jsonl")]
     assert expected == rows
-    found = [record for _, record in read_records(write_columns(tmp_path, rows, name))]
-    assert found == expected
+    result = [record for _, record in read_records(write_columns(tmp_path, rows, name))]
+    assert result == expected
     source = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     texts = [
         [render_record(record, ChatTemplate(source), "all", "here").text for record in records]
-        for records in (found, expected)
+        for records in (result, expected)
     ]
     assert texts[0] == texts[1] and "null" not in texts[0][0]
 
@@ -147,11 +147,11 @@ def test_arguments_as_json_text_are_trained_like_objects(printed, tokenizer):
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": value}}]},
         {"role": "tool", "content": "sun"},
     ]
-    found = render_record({"messages": turns(text)}, ChatTemplate(source), "assistant", "here")
+    result = render_record({"messages": turns(text)}, ChatTemplate(source), "assistant", "here")
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer._path))
     given = turns(arguments if "tojson" in printed else text)
-    assert found.text == reference.apply_chat_template(given, chat_template=source, tokenize=False)
-    assert [found.text[slice(*span)] for span in found.spans] == [f"<call>{text}"]
+    assert result.text == reference.apply_chat_template(given, chat_template=source, tokenize=False)
+    assert [result.text[slice(*span)] for span in result.spans] == [f"<call>{text}"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Promise: adapters train, save, load, merge and generate with the same results on every layout."""
+"""Adapters train, save, load, merge and generate with the same results on every layout."""
 
 import numpy as np
 from safetensors.numpy import load_file

@@ -1,4 +1,4 @@
-"""Promise: a checkpoint restores on every layout, and a resumed run continues exactly."""
+"""A checkpoint restores on every layout, and a resumed run continues exactly."""
 
 import itertools
 import shutil

@@ -1,4 +1,4 @@
-"""Promise: a checkpoint of experts or sharded sequences restores on other numbers of shards."""
+"""A checkpoint of experts or sharded sequences restores on other numbers of shards."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Promise: XLA compiles GPU-style steps in clusters, once, and reports the operations outside."""
+"""XLA compiles GPU-style steps in clusters, once, and reports the operations outside."""
 
 import collections
 import pathlib

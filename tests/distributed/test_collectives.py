@@ -1,4 +1,4 @@
-"""Promise: collectives give NumPy's numbers, the right gradients, and errors on every rank."""
+"""Collectives give NumPy's numbers, the right gradients, and errors on every rank."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Promise: two data-parallel ranks give the losses and weights of one process."""
+"""Two data-parallel ranks give the losses and weights of one process."""
 
 import keras
 import numpy as np
@@ -110,8 +110,8 @@ def test_sharded_master_weights_give_the_losses_of_replicated_weights(rank_resul
 
 @parametrize_runs([two_ranks("mixed_float16")], LONG, lambda run: [one_process(run)])
 def test_16_bit_losses_match_one_process(run, rank_results):
-    (expected,), (found, _) = rank_results(one_process(run)), rank_results(run)
-    np.testing.assert_allclose(found["step_losses"], expected["step_losses"], rtol=5e-3)
+    (expected,), (result, _) = rank_results(one_process(run)), rank_results(run)
+    np.testing.assert_allclose(result["step_losses"], expected["step_losses"], rtol=5e-3)
 
 
 @parametrize_runs([two_ranks("untied"), two_ranks("mixed_float16")], LONG)

@@ -1,4 +1,4 @@
-"""Promise: data ranks handle data of unknown length, and recover from an invalid layout."""
+"""Data ranks handle data of unknown length, and recover from an invalid layout."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Promise: a wrong start raises an error on every rank instead of a hang."""
+"""A wrong start raises an error on every rank instead of a hang."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Promise: a rank that fails ends the job with an error that names it, instead of a hang."""
+"""A rank that fails ends the job with an error that names it, instead of a hang."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Promise: every operation of a training step has a GPU kernel, on every kind of layout.
+"""Every operation of a training step has a GPU kernel, on every kind of layout.
 
 TensorFlow's wheel also registers its GPU kernels on machines without a GPU.
 """

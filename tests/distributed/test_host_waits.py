@@ -1,4 +1,4 @@
-"""Promise: between reads of the logs, steps copy no gradient to the host and send nothing in Python.
+"""Between reads of the logs, steps copy no gradient to the host and send nothing in Python.
 
 The steps use the GPU code path.
 """

@@ -1,4 +1,4 @@
-"""Promise: KerasHub's tasks with tied tables train in pipelines with the losses of Keras' `fit`."""
+"""KerasHub's tasks with tied tables train in pipelines with the losses of Keras' `fit`."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-def kind_of(run):
+def parse_kind(run):
     return Run.from_name(run).task.removeprefix(TASKS)
 
 
@@ -60,8 +60,8 @@ def test_a_checkpoint_of_the_pipeline_has_one_table_and_is_restored_in_one_proce
     run, rank_results
 ):
     ranks = rank_results(run)
-    kind, layout = kind_of(run), Run.from_name(run).layout
-    path = hub_tasks.checkpoint_of(rank_results.folder, kind, layout.name)
+    kind, layout = parse_kind(run), Run.from_name(run).layout
+    path = hub_tasks.checkpoint_path(rank_results.folder, kind, layout.name)
     tables = [
         name
         for name, _ in tf.train.list_variables(str(path))
@@ -71,5 +71,5 @@ def test_a_checkpoint_of_the_pipeline_has_one_table_and_is_restored_in_one_proce
     trainer = Trainer(hub_tasks.make(kind))
     hub_tasks.compile_task(trainer)
     assert trainer.restore(path).missing == []
-    outputs = trainer.predict(hub_tasks.inputs_of(kind), verbose=0)
+    outputs = trainer.predict(hub_tasks.make_inputs(kind), verbose=0)
     np.testing.assert_allclose(outputs, ranks[0]["outputs"], atol=PARITY_LOSS)

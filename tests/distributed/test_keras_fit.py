@@ -1,4 +1,4 @@
-"""Promise: on every layout `fit`, `evaluate` and `predict` give the results of plain Keras."""
+"""On every layout `fit`, `evaluate` and `predict` give the results of plain Keras."""
 
 import numpy as np
 import pytest

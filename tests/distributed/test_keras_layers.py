@@ -1,4 +1,4 @@
-"""Promise: networks of Keras' and KerasHub's layers train on meshes with the losses of Keras' `fit`.
+"""Networks of Keras' and KerasHub's layers train on meshes with the losses of Keras' `fit`.
 
 The weights of the Transformers are sharded: at two model shards each device has about half.
 """
@@ -23,7 +23,7 @@ IN_PIPELINES = ("gpt", "vit")
 QUICK_RUNS = [f"{TASKS}gpt_quick/{layout}" for layout in ("mp2@1x2", "dp2mp2@1x4+shard3")]
 
 
-def runs_of(networks):
+def list_runs(networks):
     """Return the runs of networks under all layouts that they support."""
     return [
         f"{TASKS}{network}/{layout}"
@@ -35,8 +35,8 @@ def runs_of(networks):
     ]
 
 
-KERAS_RUNS = runs_of(KERAS_NETWORKS)
-HUB_RUNS = runs_of(HUB_NETWORKS)
+KERAS_RUNS = list_runs(KERAS_NETWORKS)
+HUB_RUNS = list_runs(HUB_NETWORKS)
 needs_keras_hub = pytest.mark.skipif(
     importlib.util.find_spec("keras_hub") is None,
     reason="KerasHub is not installed: pip install keras-hub",

@@ -1,4 +1,4 @@
-"""Promise: on several ranks, a Keras model trains on texts and ragged rows, with and without XLA."""
+"""On several ranks, a Keras model trains on texts and ragged rows, with and without XLA."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Promise: training on token shards gives one process' losses, and resumes bit for bit."""
+"""Training on token shards gives one process' losses, and resumes bit for bit."""
 
 import numpy as np
 import pytest

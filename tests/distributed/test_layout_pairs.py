@@ -1,4 +1,4 @@
-"""Promise: the quick suite trains every pair of techniques that interact in some layout."""
+"""The quick suite trains every pair of techniques that interact in some layout."""
 
 import itertools
 
@@ -67,10 +67,10 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("one, other", PAIRS)
-def test_quick_suite_trains_every_pair_of_techniques(one, other):
-    uses = [layout for layout in LAYOUTS if TECHNIQUES[one][1](layout)]
-    assert any(TECHNIQUES[other][1](layout) for layout in uses), f"no layout has {one} and {other}"
+@pytest.mark.parametrize("item, other", PAIRS)
+def test_quick_suite_trains_every_pair_of_techniques(item, other):
+    uses = [layout for layout in LAYOUTS if TECHNIQUES[item][1](layout)]
+    assert any(TECHNIQUES[other][1](layout) for layout in uses), f"no layout has {item} and {other}"
 
 
 @pytest.mark.parametrize("technique", sorted(JOINS_RANKS))

@@ -1,4 +1,4 @@
-"""Promise: with model parallelism, a rank holds only its shards of the weights."""
+"""With model parallelism, a rank holds only its shards of the weights."""
 
 import re
 

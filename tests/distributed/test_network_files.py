@@ -1,4 +1,4 @@
-"""Promise: Keras' save methods of a network write one complete file, as the trainer does."""
+"""Keras' save methods of a network write one complete file, as the trainer does."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Promise: a custom Keras model trains on every layout with the losses of Keras' `fit`."""
+"""A custom Keras model trains on every layout with the losses of Keras' `fit`."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Promise: a job gives the losses, weights and outputs of one process, for every layout."""
+"""A job gives the losses, weights and outputs of one process, for every layout."""
 
 import numpy as np
 import pytest

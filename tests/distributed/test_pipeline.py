@@ -1,4 +1,4 @@
-"""Promise: a rank has only its pipeline stage, and all stages skip, measure and fail together."""
+"""A rank has only its pipeline stage, and all stages skip, measure and fail together."""
 
 import itertools
 

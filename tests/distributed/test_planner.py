@@ -1,4 +1,4 @@
-"""Promise: planner, reports and measurements agree for small jobs with every technique."""
+"""Planner, reports and measurements agree for small jobs with every technique."""
 
 import numpy as np
 import pytest

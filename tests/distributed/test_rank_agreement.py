@@ -1,4 +1,4 @@
-"""Promise: ranks agree on the learning rate and on stopping, and weights that differ are an error."""
+"""Ranks agree on the learning rate and on stopping, and weights that differ are an error."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Promise: data ranks with the wrong data stop with an error that names the ranks and the step."""
+"""Data ranks with the wrong data stop with an error that names the ranks and the step."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Promise: repeated jobs of several ranks give identical weights, bit for bit."""
+"""Repeated jobs of several ranks give identical weights, bit for bit."""
 
 import re
 

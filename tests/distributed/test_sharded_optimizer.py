@@ -1,4 +1,4 @@
-"""Promise: with a sharded optimizer, memory and communication of a rank match the formulas."""
+"""With a sharded optimizer, memory and communication of a rank match the formulas."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Promise: the seed determines the order of shuffled data, for every number of ranks."""
+"""The seed determines the order of shuffled data, for every number of ranks."""
 
 import numpy as np
 

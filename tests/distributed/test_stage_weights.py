@@ -1,4 +1,4 @@
-"""Promise: in a pipeline, every rank reads and sets the weights of all stages, in Keras' order."""
+"""In a pipeline, every rank reads and sets the weights of all stages, in Keras' order."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Promise: two hosts give the results of one, and a failed link ends the job within a minute."""
+"""Two hosts give the results of one, and a failed link ends the job within a minute."""
 
 import os
 import subprocess
@@ -63,9 +63,9 @@ def test_failed_link_ends_both_ranks_within_a_minute(axis, hosts, tmp_path):
         start_time = time.monotonic()
         process.wait(90)
         assert time.monotonic() - start_time < 60
-        told = log.read_text()
-        assert "rank 1 on host 10.78.0.2: no heartbeat for" in told, told[-4000:]
-        assert "rank 0 on host 10.78.0.1 was in" in told
+        message = log.read_text()
+        assert "rank 1 on host 10.78.0.2: no heartbeat for" in message, message[-4000:]
+        assert "rank 0 on host 10.78.0.1 was in" in message
         pattern = f"python.* -m tests.distributed.failing slow {axis} {tmp_path}"
         for _ in range(50):  # The second rank needs some time to end.
             if subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode:

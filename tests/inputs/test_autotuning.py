@@ -12,5 +12,5 @@ def test_autotuning_is_disabled_unless_options_set_it():
     assert int(quiet.cardinality()) == 3 and list(quiet.as_numpy_iterator()) == [0, 1, 2]
     options = tf.data.Options()
     options.autotune.enabled = True
-    asked = data.with_options(options)
-    assert without_autotuning(asked) is asked
+    requested = data.with_options(options)
+    assert without_autotuning(requested) is requested

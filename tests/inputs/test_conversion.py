@@ -30,9 +30,11 @@ VIEWS = {
 def test_views_are_converted(stored, kind, view):
     matrix = np.random.default_rng(0).normal(size=(300, 192)).astype(stored)
     value = VIEWS[view](matrix)
-    found = convert(value, kind, "a")
-    assert found.flags.c_contiguous and found.dtype == kind and not np.shares_memory(found, matrix)
-    np.testing.assert_array_equal(found, value.astype(kind))
+    result = convert(value, kind, "a")
+    assert (
+        result.flags.c_contiguous and result.dtype == kind and not np.shares_memory(result, matrix)
+    )
+    np.testing.assert_array_equal(result, value.astype(kind))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5,), (1, 1), (1, 5), (5, 1)])

@@ -40,12 +40,12 @@ def write(folder, body):
 def places(value, path=()):
     """Return the places of all values inside a nested value."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    found = []
+    result = []
     for key, inner in items:
-        found.append((*path, key))
+        result.append((*path, key))
         if isinstance(inner, (dict, list)):
-            found += places(inner, (*path, key))
-    return found
+            result += places(inner, (*path, key))
+    return result
 
 
 def change(body, place, value):

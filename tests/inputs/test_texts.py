@@ -152,7 +152,7 @@ def test_vocabulary_damaged_anywhere_is_read_or_refused(folder, tmp_path, data):
     pieces[data.draw(st.integers(0, len(pieces) - 1))] = data.draw(
         ANY_TEXT | st.sampled_from(["a" * 257, "##", "▁", "\ufffd", "a\0", "##" + "a" * 255])
     )
-    content["model"]["vocab"] = {piece: number for number, piece in enumerate(pieces)}
+    content["model"]["vocab"] = {piece: index for index, piece in enumerate(pieces)}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = read_or_reject(load_tokenizer, tmp_path)
     if tokenizer is not None:

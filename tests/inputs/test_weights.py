@@ -118,8 +118,8 @@ def test_weights_stay_unchanged_after_an_error(path):
     assert "dense/bias has values that are not finite" in refusal(
         make_trainer(model).load_weights, path
     )
-    for one, other in zip(before, model.get_weights()):
-        np.testing.assert_array_equal(one, other)
+    for item, other in zip(before, model.get_weights()):
+        np.testing.assert_array_equal(item, other)
 
 
 def linked(file):
@@ -135,9 +135,9 @@ def texts(file):
 
 
 def arrays(file):
-    found = []
-    file.visititems(lambda _, item: found.append(item) if isinstance(item, h5py.Dataset) else None)
-    return found
+    result = []
+    file.visititems(lambda _, item: result.append(item) if isinstance(item, h5py.Dataset) else None)
+    return result
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def route(config, logits, bias):
         members = np.split(np.arange(config.expert_num), config.routing_groups)
         worth = [np.sort(ranked[group])[-2:].sum() for group in members]
         best = np.argsort(worth)[::-1][: config.routing_groups_chosen]
-        allowed = [e for number in best for e in members[number]]
+        allowed = [e for index in best for e in members[index]]
     chosen = sorted(allowed, key=lambda e: -ranked[e])[: config.num_experts_chosen]
     gates = scores[chosen]
     return chosen, gates / gates.sum() if len(chosen) > 1 else gates, probabilities

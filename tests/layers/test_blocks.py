@@ -50,7 +50,7 @@ def decoder_masks(rng, batch, target, source):
 @each_activation
 @each_arrangement
 @each_shape
-def test_encoder_layer(policy, post, hidden_act, shape):
+def test_encoder_layer_matches_the_reference(policy, post, hidden_act, shape):
     rng = np.random.default_rng(0)
     batch, _, length, *sizes = shape
     for mask in (
@@ -74,7 +74,7 @@ def test_encoder_layer(policy, post, hidden_act, shape):
 @each_activation
 @each_arrangement
 @each_shape
-def test_decoder_layer(policy, post, hidden_act, shape):
+def test_decoder_layer_matches_the_reference(policy, post, hidden_act, shape):
     rng = np.random.default_rng(1)
     batch, target, source, *sizes = shape
     causal, padding = decoder_masks(rng, batch, target, source)
@@ -101,7 +101,7 @@ def test_decoder_layer(policy, post, hidden_act, shape):
 @each_policy
 @each_arrangement
 @pytest.mark.parametrize("num_layers", [1, 3])
-def test_encoder(policy, post, num_layers):
+def test_encoder_matches_the_reference(policy, post, num_layers):
     rng = np.random.default_rng(2)
     mask = reference_weights.padding_mask(rng, 2, 7)
     compare(
@@ -122,7 +122,7 @@ def test_encoder(policy, post, num_layers):
 @each_policy
 @each_arrangement
 @pytest.mark.parametrize("num_layers", [1, 3])
-def test_decoder(policy, post, num_layers):
+def test_decoder_matches_the_reference(policy, post, num_layers):
     rng = np.random.default_rng(3)
     causal, memory_mask = decoder_masks(rng, 2, 5, 7)
     masks = dict(decoder_mask=causal, memory_mask=memory_mask)
@@ -163,7 +163,7 @@ def transformer(source, target, weights, mask, causal, post):
 @each_policy
 @each_arrangement
 @pytest.mark.parametrize("encoder_layers, decoder_layers", [(2, 1), (0, 2)])
-def test_transformer(policy, post, encoder_layers, decoder_layers):
+def test_transformer_matches_the_reference(policy, post, encoder_layers, decoder_layers):
     rng = np.random.default_rng(4)
     causal = reference.causal_mask(reference_weights.padding_mask(rng, 2, 5))
     mask = reference_weights.padding_mask(rng, 2, 7)

@@ -74,7 +74,7 @@ def test_recompute_draws_the_same_masks(compiled):
             tape.watch(x)
             loss = tf.reduce_sum(tf.square(function(x)))
             parts = [loss, *tape.gradient(loss, [x, *weights])]
-        return {str(number): part for number, part in enumerate(parts)}
+        return {str(index): part for index, part in enumerate(parts)}
 
     run_step = tf.function(gradients) if compiled else gradients
     seed = tf.constant([3, 4])

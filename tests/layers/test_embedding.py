@@ -45,7 +45,7 @@ def test_look_up_and_gradient_of_repeated_ids(policy, shape, dtype):
 
 @each_policy
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_head(policy, use_bias):
+def test_head_matches_the_reference(policy, use_bias):
     rng = np.random.default_rng(1)
     compare(
         policy,
@@ -163,17 +163,17 @@ def test_initial_values_do_not_depend_on_padding():
     np.testing.assert_array_equal(tables[1][:VOCAB], tables[0])
 
 
-@pytest.mark.parametrize("number", [10, 11, 12, -1])
-def test_ids_of_padded_rows_raise(number):
+@pytest.mark.parametrize("index", [10, 11, 12, -1])
+def test_ids_of_padded_rows_raise(index):
     with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
         layer = VocabEmbedding(10, 4)
         assert layer(tf.constant([[0, 9]]))[1].shape == (12, 4)
         with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
-            layer(tf.constant([[0, number]]))
+            layer(tf.constant([[0, index]]))
 
 
 @each_policy
-def test_learned_positions(policy):
+def test_learned_positions_match_the_reference(policy):
     rng = np.random.default_rng(5)
     x = reference_weights.numbers(rng, 2, 5, HIDDEN)
 
@@ -194,7 +194,7 @@ def test_learned_positions(policy):
 
 
 @each_policy
-def test_token_type_embedding(policy):
+def test_token_type_embedding_matches_the_reference(policy):
     rng = np.random.default_rng(7)
     x, types = reference_weights.numbers(rng, 2, 5, HIDDEN), rng.integers(0, 3, (2, 5))
     weights = {"table": reference_weights.numbers(rng, 3, HIDDEN)}
@@ -218,7 +218,7 @@ def test_token_type_embedding(policy):
 @each_policy
 @pytest.mark.parametrize("hidden", [6, 7])
 @pytest.mark.parametrize("kind", ["sinusoidal", "sinusoidal_paper"])
-def test_sinusoidal_positions(policy, hidden, kind):
+def test_sinusoidal_positions_match_the_formula(policy, hidden, kind):
     """Wavelengths from 2π to 10000·2π, or 10000^(2i/h) as in the paper, sines first."""
     rng = np.random.default_rng(6)
     x = reference_weights.numbers(rng, 2, 9, hidden)

@@ -16,7 +16,7 @@ SHAPES = [(2, 5, 12, 10), (1, 1, 3, 1), (3, 7, 5, 17)]
 @each_policy
 @pytest.mark.parametrize("hidden_act", ["gelu", "relu"])
 @pytest.mark.parametrize("batch, length, hidden, inner", SHAPES)
-def test_feed_forward(policy, hidden_act, batch, length, hidden, inner):
+def test_feed_forward_matches_the_reference(policy, hidden_act, batch, length, hidden, inner):
     rng = np.random.default_rng(0)
     compare(
         policy,
@@ -54,7 +54,7 @@ def test_feed_forward_drops_out_in_training_only():
 @pytest.mark.parametrize("parallel", ["column", "row"])
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("shape, units", [((2, 5, 12), 7), ((3, 4), 1), ((2, 3, 1, 5), 6)])
-def test_linear(policy, parallel, use_bias, shape, units):
+def test_linear_matches_the_reference(policy, parallel, use_bias, shape, units):
     rng = np.random.default_rng(2)
     compare(
         policy,

@@ -35,7 +35,7 @@ class TestNorms:
         x = reference_weights.numbers(rng, 4, 8) / 512.0
         compare(policy, norm, function, [x], make_weights(rng, 8), plain)
 
-    def test_custom_epsilon(self, policy, norm, function, make_weights):
+    def test_norms_use_the_given_epsilon(self, policy, norm, function, make_weights):
         rng = np.random.default_rng(2)
         x = reference_weights.numbers(rng, 4, 8)
         function = partial(function, epsilon=0.25)

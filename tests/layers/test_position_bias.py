@@ -13,7 +13,7 @@ def bias_block(bias, s, t, first_query=0, first_key=0):
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(4, [4, 16, 64, 256]), (3, [16, 256, 4])])
-def test_alibi_slopes(num_heads, slopes):
+def test_alibi_slopes_match_the_paper(num_heads, slopes):
     bias = bias_block(alibi(num_heads), 3, 5)
     for head, slope in enumerate(slopes):
         expected = [[-abs(i - j) / slope for j in range(5)] for i in range(3)]

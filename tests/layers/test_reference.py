@@ -57,18 +57,18 @@ def rng():
     return np.random.default_rng(0)
 
 
-def test_linear_gradients(rng):
+def test_linear_gradients_match_finite_differences(rng):
     x = rng.normal(size=(2, 3, 5))
     check(reference.linear, [x], reference_weights.linear(rng, 5, 4))
     check(reference.linear, [x], reference_weights.linear(rng, 5, 4, use_bias=False))
 
 
 @pytest.mark.parametrize("name", sorted(reference.ACTIVATIONS))
-def test_activation_gradients(rng, name):
+def test_activation_gradients_match_finite_differences(rng, name):
     check(reference.ACTIVATIONS[name], [rng.normal(size=(3, 7))])
 
 
-def test_norm_gradients(rng):
+def test_norm_gradients_match_finite_differences(rng):
     x = rng.normal(size=(2, 3, 5))
     for epsilon in (1e-5, 0.5):
         layer_norm = partial(reference.layer_norm, epsilon=epsilon)
@@ -77,7 +77,7 @@ def test_norm_gradients(rng):
         check(rms_norm, [x], reference_weights.rms_norm(rng, 5))
 
 
-def test_masked_softmax_gradients(rng):
+def test_masked_softmax_gradients_match_finite_differences(rng):
     allowed = reference_weights.attention_mask(rng, 2, 3, 5) != 0
     check(partial(reference.masked_softmax, allowed=allowed), [rng.normal(size=(2, 3, 5))])
 
@@ -89,7 +89,7 @@ def test_masked_softmax_of_large_scores_and_empty_rows():
     np.testing.assert_array_equal(probabilities, [[0.5, 0.5, 0], [0, 1, 0], [0, 0, 0]])
 
 
-def test_embedding_gradients(rng):
+def test_embedding_gradients_match_finite_differences(rng):
     ids = np.array([[0, 3, 3], [2, 0, 3]])
     check(reference.embedding, [ids], {"table": rng.normal(size=(5, 2))})
 
@@ -105,7 +105,7 @@ def test_embedding_gradients(rng):
         dict(mask=[[0, 0, 0], [0, 0, 0]]),
     ],
 )
-def test_cross_entropy_gradients(rng, options):
+def test_cross_entropy_gradients_match_finite_differences(rng, options):
     labels = np.array([[3, 0, 1], [2, 1, -100]])
     if options.get("ignore_id") != -100:
         labels = np.maximum(labels, 0)
@@ -126,7 +126,7 @@ def test_causal_mask_is_lower_triangular():
 
 
 @pytest.mark.parametrize("mask", [None, "padding", "one row", "full"])
-def test_attention_gradients(rng, mask):
+def test_attention_gradients_match_finite_differences(rng, mask):
     query = rng.normal(size=(2, 3, HIDDEN))
     key, value = rng.normal(size=(2, 2, 5, HIDDEN))
     masks = {
@@ -146,7 +146,7 @@ def test_attention_without_allowed_keys_is_the_output_bias(rng):
 
 
 @pytest.mark.parametrize("hidden_act", sorted(reference.ACTIVATIONS))
-def test_feed_forward_gradients(rng, hidden_act):
+def test_feed_forward_gradients_match_finite_differences(rng, hidden_act):
     function = partial(reference_blocks.feed_forward, hidden_act=hidden_act)
     check(
         function,
@@ -156,7 +156,7 @@ def test_feed_forward_gradients(rng, hidden_act):
 
 
 @pytest.mark.parametrize("post", [False, True])
-def test_encoder_gradients(rng, post):
+def test_encoder_gradients_match_finite_differences(rng, post):
     mask = reference_weights.padding_mask(rng, 2, 3)
     function = partial(reference_blocks.encoder, mask=mask, post_layernorm_residual=post)
     weights = reference_weights.stack(
@@ -166,7 +166,7 @@ def test_encoder_gradients(rng, post):
 
 
 @pytest.mark.parametrize("post", [False, True])
-def test_decoder_gradients(rng, post):
+def test_decoder_gradients_match_finite_differences(rng, post):
     function = partial(
         reference_blocks.decoder,
         decoder_mask=reference.causal_mask(reference_weights.padding_mask(rng, 2, 3)),

@@ -58,7 +58,7 @@ def float32_logits(model, ids):
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 @pytest.mark.parametrize("tied, bias", [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("post", [False, True])
-def test_number_of_parameters(positions, tied, bias, post):
+def test_number_of_parameters_matches_the_formula(positions, tied, bias, post):
     h, f, layers, length = 16, 40, 3, 12
     model = small_model(
         ffn_hidden_size=f,
@@ -241,7 +241,7 @@ def test_padded_vocabulary_does_not_change_the_logits():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 3])
-def test_flops_per_step(num_layers, tied):
+def test_flops_per_step_match_the_formula(num_layers, tied):
     """Count a multiplication and an addition per product, and twice that for gradients."""
     h, f, (b, s) = 16, 40, (3, 8)
     model = small_model(ffn_hidden_size=f, num_layers=num_layers, tied_head=tied)

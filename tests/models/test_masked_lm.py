@@ -42,7 +42,7 @@ def masked_lm_logits(model, inputs):
 
 
 @each_variant
-def test_number_of_parameters(variant):
+def test_number_of_parameters_matches_the_formula(variant):
     model = small_model(variant)
     model.build()
     h, options = 16, model.arguments
@@ -111,7 +111,7 @@ def test_padded_vocabulary_does_not_change_the_logits():
 
 
 @each_variant
-def test_flops_per_step(variant):
+def test_flops_per_step_match_the_formula(variant):
     """Count a multiplication and an addition per product, and twice that for gradients."""
     model = small_model(variant, ffn_hidden_size=40)
     h, f, b, s = 16, 40, 3, 8

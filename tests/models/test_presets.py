@@ -103,7 +103,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_number_of_parameters(name):
+def test_presets_have_the_published_number_of_parameters(name):
     network = from_preset(name)
     assert network.num_parameters() == PUBLISHED[name]
     assert not network.weights

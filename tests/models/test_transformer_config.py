@@ -1,4 +1,4 @@
-"""Promise: one config describes every network, and old configs keep loading."""
+"""One config describes every network, and old configs keep loading."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ from dtransformer.models import (
     TransformerConfig,
     TranslationTransformer,
 )
-from dtransformer.transformer_config import FIELDS, GROUPS, NETWORKS, arguments_of
+from dtransformer.transformer_config import FIELDS, GROUPS, NETWORKS, get_arguments
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "num_layers": 1}
 CLASSES = CausalLM, MaskedLM, EncoderDecoderLM, TranslationTransformer
@@ -41,7 +41,7 @@ def test_config_and_arguments_create_the_same_network():
 def test_flat_arguments_restore_the_config(network):
     model = network(50, hidden_size=8, num_heads=2)
     assert TransformerConfig.from_arguments(network.__name__, **model.arguments) == model.config
-    assert model.arguments.keys() == arguments_of(network.__name__).keys()
+    assert model.arguments.keys() == get_arguments(network.__name__).keys()
 
 
 FLOAT32 = {

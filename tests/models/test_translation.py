@@ -249,7 +249,7 @@ def test_padding_id_can_be_changed():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("encoder_layers, decoder_layers", [(1, 1), (2, 3), (0, 1)])
-def test_flops_per_step(encoder_layers, decoder_layers, tied):
+def test_flops_per_step_match_the_formula(encoder_layers, decoder_layers, tied):
     """Count a multiplication and an addition per product, and twice that for gradients."""
     h, f, vocab, (b, s, t) = 16, 40, VOCAB, (3, 8, 6)
     model = TranslationTransformer(

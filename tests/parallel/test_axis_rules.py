@@ -1,4 +1,4 @@
-"""Promise: weights name their dimensions, one table shards them, and unknown names raise."""
+"""Weights name their dimensions, one table shards them, and unknown names raise."""
 
 import pytest
 import tensorflow as tf

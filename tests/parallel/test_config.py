@@ -1,4 +1,4 @@
-"""Promise: configs validate every field, have views and defaults, and one config is global."""
+"""Configs validate every field, have views and defaults, and one config is global."""
 
 import dataclasses
 
@@ -156,7 +156,7 @@ each_field = pytest.mark.parametrize(
 
 
 @each_config
-def test_defaults(cls):
+def test_configs_have_the_documented_defaults(cls):
     config = cls()
     assert dataclasses.asdict(config) == DEFAULTS[cls]
     for name, default in DEFAULTS[cls].items():

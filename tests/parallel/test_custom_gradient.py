@@ -1,4 +1,4 @@
-"""Promise: custom gradients work like `tf.custom_gradient` and save fewer tensors."""
+"""Custom gradients work like `tf.custom_gradient` and save fewer tensors."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Promise: each rank uses its GPUs and nearby cores. The GPUs are simulated."""
+"""Each rank uses its GPUs and nearby cores. The GPUs are simulated."""
 
 import dataclasses
 import os

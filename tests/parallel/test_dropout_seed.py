@@ -1,4 +1,4 @@
-"""Promise: dropout masks depend only on the seed and keep the requested fraction."""
+"""Dropout masks depend only on the seed and keep the requested fraction."""
 
 import numpy as np
 import pytest

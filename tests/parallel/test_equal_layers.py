@@ -1,4 +1,4 @@
-"""Promise: equal layers have equal signatures, and their names map to each other."""
+"""Equal layers have equal signatures, and their names map to each other."""
 
 import pytest
 import tensorflow as tf

@@ -1,10 +1,14 @@
-"""Promise: operations along features equal plain TensorFlow operations, and so do gradients."""
+"""Operations along features equal plain TensorFlow operations, and so do gradients."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.parallel.ops.feature_reductions import add_bias, mean_of_features, sum_to_features
+from dtransformer.parallel.ops.feature_reductions import (
+    add_bias,
+    mean_over_features,
+    sum_to_features,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -33,6 +37,6 @@ def test_sum_to_features_and_mean_of_features():
     np.testing.assert_allclose(sum_to_features(x), tf.reduce_sum(x, [0, 1]), rtol=1e-12)
     np.testing.assert_allclose(sum_to_features(x, 2), tf.reduce_sum(x, 0), rtol=1e-12)
     mean = tf.reduce_mean(x, -1, keepdims=True)
-    np.testing.assert_allclose(mean_of_features(x), mean, rtol=1e-12)
+    np.testing.assert_allclose(mean_over_features(x), mean, rtol=1e-12)
     mean = tf.reduce_mean(x * weights, -1, keepdims=True)
-    np.testing.assert_allclose(mean_of_features(x, weights), mean, rtol=1e-12)
+    np.testing.assert_allclose(mean_over_features(x, weights), mean, rtol=1e-12)

@@ -1,4 +1,4 @@
-"""Promise: `init` joins a job of one process, rejects invalid layouts and derives seeds."""
+"""`init` joins a job of one process, rejects invalid layouts and derives seeds."""
 
 import sys
 import threading

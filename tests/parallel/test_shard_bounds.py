@@ -1,4 +1,4 @@
-"""Promise: rectangles of the full tensor cover a rank's flat shard once, without padding."""
+"""Rectangles of the full tensor cover a rank's flat shard once, without padding."""
 
 import itertools
 

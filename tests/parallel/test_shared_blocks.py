@@ -1,4 +1,4 @@
-"""Promise: identical blocks of a stack are traced once, without a change of results."""
+"""Identical blocks of a stack are traced once, without a change of results."""
 
 import keras
 import numpy as np

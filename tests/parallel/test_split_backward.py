@@ -1,4 +1,4 @@
-"""Promise: delayed gradients of kernels equal the gradients of the ordinary backward pass."""
+"""Delayed gradients of kernels equal the gradients of the ordinary backward pass."""
 
 import keras
 import numpy as np

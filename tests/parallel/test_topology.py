@@ -1,4 +1,4 @@
-"""Promise: the topology arranges ranks in a grid and derives every process group from it."""
+"""The topology arranges ranks in a grid and derives every process group from it."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_pipeline_stages_are_half_the_job_apart():
         ({"model_parallel": 2, "pipeline_stage": 2, "context_parallel": 3}, 24, (2, 2, 3, 2)),
     ],
 )
-def test_from_config(fields, num_ranks, shape):
+def test_topology_matches_the_degrees_of_the_config(fields, num_ranks, shape):
     topology = Topology.from_config(TransformerOpParallelConfig(**fields), num_ranks)
     assert topology == grid(shape) and topology.size == num_ranks
 

@@ -1,4 +1,4 @@
-"""Promise: scoped values nest, end with their block and are separate for each thread."""
+"""Scoped values nest, end with their block and are separate for each thread."""
 
 import threading
 

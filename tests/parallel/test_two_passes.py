@@ -1,4 +1,4 @@
-"""Promise: two passes give the gradients of a tape, and store no weights in between."""
+"""Two passes give the gradients of a tape, and store no weights in between."""
 
 import numpy as np
 import pytest

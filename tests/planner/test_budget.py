@@ -146,7 +146,7 @@ def test_no_hint_without_a_simpler_layout(precision):
     assert bfloat16_hint(plan(model, cluster, Job(64, precision))) == ""
 
 
-def test_training_hours():
+def test_training_hours_match_the_formula():
     result = plan(get_model("gpt2_small"), Cluster(get_device("a100"), 8), Job(64))
     seconds = 1e9 / (64 * 1024) * result.best.step_seconds
     assert training_hours(result.best, 1e9) == pytest.approx(seconds / 3600)

@@ -61,8 +61,8 @@ PUBLISHED = [
 def test_activation_bytes_match_published_values(expected, choice):
     s, h = 2048, 6144
     sizes = BlockSizes(s, [s], h, 64, head_dim=96, num_kv_heads=64, ffn_hidden_size=4 * h)
-    kept = saved_activation_bytes(sizes, **choice)
-    assert float(kept) / (s * h) == pytest.approx(expected, abs=0.05)
+    saved = saved_activation_bytes(sizes, **choice)
+    assert float(saved) / (s * h) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.tensorflow

@@ -370,12 +370,12 @@ def test_mesh_reduces_gradients_in_every_micro_batch():
     reduction = lambda **layout: (
         evaluate(model, cluster(2), Job(8), Layouts.from_columns(**layout))[1].reduction
     )
-    one, four = reduction(context=2, micro_batches=[1, 4])
-    assert four == pytest.approx(4 * one)
-    one, four = reduction(data=2, local=2, micro_batches=[1, 4])
-    assert four == pytest.approx(4 * one)
-    one, four = reduction(data=2, level=1, micro_batches=[1, 4])
-    assert four < 1.5 * one
+    item, four = reduction(context=2, micro_batches=[1, 4])
+    assert four == pytest.approx(4 * item)
+    item, four = reduction(data=2, local=2, micro_batches=[1, 4])
+    assert four == pytest.approx(4 * item)
+    item, four = reduction(data=2, level=1, micro_batches=[1, 4])
+    assert four < 1.5 * item
     model = get_model("mixtral_8x7b")
     unsharded, sharded = reduction(data=2, local=2, expert=[1, 2])
     assert sharded < unsharded / 10
@@ -590,7 +590,7 @@ def test_changed_model_is_titled_by_its_name(capsys, tmp_path):
 
 
 @pytest.mark.tensorflow
-def test_published_folder(capsys, tmp_path):
+def test_plans_a_published_folder(capsys, tmp_path):
     """The planner reads only the config, so the folder does not need weights."""
     config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096}
     config |= {"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -648,7 +648,7 @@ def test_picture_without_matplotlib_is_a_one_line_error(capsys, monkeypatch):
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def of_cpus(model, ranks, fields, **config):
+def plan_on_cpus(model, ranks, fields, **config):
     """Return the cost of a small job on CPUs whose device has the given fields."""
     device = dataclasses.replace(cpu_device(ranks, 16, ranks), **fields)
     job = Job(16, "float32", "adam")
@@ -659,13 +659,13 @@ def test_ranks_that_share_a_core_have_shorter_bubbles():
     """With four stages on two cores, a core waits like one of two stages plus a third of a pass."""
     model = get_model(SMALL, num_layers=4, sequence_length=64)
     alone, shared = (
-        of_cpus(model, 4, {"sharing": sharing}, pipeline_stage=4, micro_batch_num=4)
+        plan_on_cpus(model, 4, {"sharing": sharing}, pipeline_stage=4, micro_batch_num=4)
         for sharing in (1.0, 2.0)
     )
     waits = [cost.seconds_by_kind["bubble"] for cost in (alone, shared)]
     assert waits[0] / waits[1] == pytest.approx(3 / (4 / 3))
     # Each core has one stage of both replicas.
-    of_replicas = of_cpus(
+    of_replicas = plan_on_cpus(
         model, 4, {"sharing": 2.0}, data_parallel=2, pipeline_stage=2, micro_batch_num=4
     )
     assert of_replicas.seconds_by_kind["bubble"] > 0
@@ -677,7 +677,7 @@ def test_every_waiting_collective_costs_a_call():
     model = get_model(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 5000.0)}
     unsharded, sharded = (
-        of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1)
+        plan_on_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1)
     )
     more = sharded.seconds_by_kind["reduction"] - unsharded.seconds_by_kind["reduction"]
     assert more == pytest.approx(3 * 0.005)
@@ -686,7 +686,7 @@ def test_every_waiting_collective_costs_a_call():
 def test_pipeline_all_reduces_a_tied_table():
     links = {"data": Link(1.0, 0.0, 0.0), "stage": Link(1.0, 0.0, 0.0)}
     tied, untied = (
-        of_cpus(get_model(SMALL, tied_head=tied), 2, {"links": links}, pipeline_stage=2)
+        plan_on_cpus(get_model(SMALL, tied_head=tied), 2, {"links": links}, pipeline_stage=2)
         for tied in (True, False)
     )
     model = get_model(SMALL)
@@ -698,7 +698,7 @@ def test_mesh_sums_embeddings_and_head():
     """In addition to blocks, the mesh sums looked-up rows, the head's gradient and token counts."""
     model = get_model(SMALL, num_layers=4, sequence_length=64)
     links = {"data": Link(1.0, 0.0, 0.0), "model": Link(1e9, 0.0, 1000.0)}
-    result = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
+    result = plan_on_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
     calls = 4 * 4 + 1 + 1 + 5
     assert result.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
 

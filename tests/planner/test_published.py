@@ -48,7 +48,7 @@ def test_zero_3_scales_worse_than_tensor_and_pipeline():
     assert parallel[-1] * 1536 / (parallel[0] * 384) <= 1.10
 
 
-def test_held_out_layouts():
+def test_error_on_held_out_layouts_is_small():
     assert set(published.FITTED_MODELS).isdisjoint(published.HELD_OUT_MODELS)
     assert {*published.FITTED_MODELS, *published.HELD_OUT_MODELS} == {*published.LAYOUT_MODELS}
     assert compared.held_out_error() <= 0.12

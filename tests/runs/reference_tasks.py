@@ -43,8 +43,8 @@ def log_probabilities(model, ids, labels, mean):
     mask = (torch.arange(LENGTH) < (ids != 0).sum(-1, keepdim=True)).long()
     logits = model(ids.flatten(0, 1), attention_mask=mask.flatten(0, 1)).logits[:, :-1]
     own = labels.flatten(0, 1)[:, 1:]
-    found = torch.gather(logits.log_softmax(-1), 2, own.clamp(min=0)[..., None])[..., 0]
-    total = (found * (own >= 0)).sum(-1)
+    result = torch.gather(logits.log_softmax(-1), 2, own.clamp(min=0)[..., None])[..., 0]
+    total = (result * (own >= 0)).sum(-1)
     return (total / (own >= 0).sum(-1) if mean else total).view(-1, 2)
 
 
@@ -76,7 +76,7 @@ def main(folder):
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0)
     base = transformers.LlamaForCausalLM(config).eval()
     base.save_pretrained(folder / "llama")
-    found = {}
+    result = {}
 
     rewarding = transformers.LlamaForSequenceClassification(
         transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0, num_labels=1)
@@ -86,7 +86,7 @@ def main(folder):
     mask = (torch.arange(LENGTH) < lengths[..., None]).long()
     rewards = rewarding(ids.flatten(0, 1), attention_mask=mask.flatten(0, 1)).logits.view(-1, 2)
     margin = torch.tensor([0.0, 0.5, 1.0])
-    found |= {
+    result |= {
         "reward/rewards": rewards,
         "reward/score": rewarding.score.weight,
         "margin": margin,
@@ -95,7 +95,7 @@ def main(folder):
         loss = -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margin).mean()
         loss += (factor or 0) * (rewards.sum(1) ** 2).mean()
         (gradient,) = torch.autograd.grad(loss, rewarding.score.weight, retain_graph=True)
-        found |= {f"reward/{factor}/loss": loss, f"reward/{factor}/gradient": gradient}
+        result |= {f"reward/{factor}/loss": loss, f"reward/{factor}/gradient": gradient}
 
     model = peft.get_peft_model(
         base, peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"])
@@ -104,26 +104,26 @@ def main(folder):
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.3)
     model.save_pretrained(folder / "adapters")
-    found |= {"ids": ids, "labels": labels, "lengths": lengths}
+    result |= {"ids": ids, "labels": labels, "lengths": lengths}
     for kind, smoothing in (("sigmoid", 0.0), ("sigmoid", SMOOTHING), ("ipo", 0.0), ("hinge", 0.0)):
         model.zero_grad()
         loss, theirs = preference(model, ids, labels, kind, smoothing)
         loss.backward()
         key = f"{kind}/{smoothing}"
-        found |= {f"{key}/loss": loss, f"{key}/reference": theirs}
-        found |= {f"{key}/{name}": x for name, x in first_gradients(model).items()}
+        result |= {f"{key}/loss": loss, f"{key}/reference": theirs}
+        result |= {f"{key}/{name}": x for name, x in first_gradients(model).items()}
 
     config = transformers.BertConfig(**SIZES, num_labels=4, pad_token_id=0)
     transformers.BertForPreTraining(config).save_pretrained(folder / "bert")
-    whole = transformers.BertForPreTraining.from_pretrained(folder / "bert").eval()
+    full = transformers.BertForPreTraining.from_pretrained(folder / "bert").eval()
     bert = transformers.BertForSequenceClassification(config).eval()
-    bert.bert.load_state_dict(whole.bert.state_dict())
+    bert.bert.load_state_dict(full.bert.state_dict())
     torch.nn.init.normal_(bert.classifier.weight)
     row, mask = ids[:, 0], mask[:, 0]
     labels = torch.tensor([3, 0, 2])
     out = bert(row, attention_mask=mask, labels=labels)
     out.loss.backward()
-    found |= {
+    result |= {
         "bert/ids": row,
         "bert/mask": mask,
         "bert/labels": labels,
@@ -133,7 +133,7 @@ def main(folder):
         "bert/bias": bert.classifier.bias,
         "bert/gradient": bert.bert.pooler.dense.weight.grad,
     }
-    np.savez(folder / "found.npz", **{k: x.detach().numpy() for k, x in found.items()})
+    np.savez(folder / "found.npz", **{k: x.detach().numpy() for k, x in result.items()})
 
 
 if __name__ == "__main__":

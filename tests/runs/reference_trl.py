@@ -59,7 +59,7 @@ def preference(folder, kind, examples):
     return {"loss": loss} | first_gradients(trainer.model)
 
 
-def rewards(folder, found, examples, factor):
+def rewards(folder, result, examples, factor):
     """Return loss and gradients of a network that rates sequences, with margins.
 
     Args:
@@ -69,7 +69,7 @@ def rewards(folder, found, examples, factor):
     model = transformers.LlamaForSequenceClassification(config)
     base = transformers.LlamaForCausalLM.from_pretrained(folder / "llama")
     model.model.load_state_dict(base.model.state_dict())
-    model.score.weight.data = torch.tensor(found["reward/score"])
+    model.score.weight.data = torch.tensor(result["reward/score"])
     trainer = trl.RewardTrainer(
         model,
         args=trl.RewardConfig(center_rewards_coefficient=factor, **options(folder)),
@@ -82,19 +82,19 @@ def rewards(folder, found, examples, factor):
 
 
 def main(folder):
-    found = np.load(folder / "found.npz")
-    pairs, whole = [], []
+    result = np.load(folder / "found.npz")
+    pairs, full = [], []
     for ids, labels, lengths, margin in zip(
-        found["ids"], found["labels"], found["lengths"], found["margin"], strict=True
+        result["ids"], result["labels"], result["lengths"], result["margin"], strict=True
     ):
         start = int(np.argmax(labels[0] >= 0))
         chosen, rejected = (ids[i, : lengths[i]].tolist() for i in range(2))
         pairs.append({"prompt_ids": chosen[:start], "chosen_ids": chosen[start:]})
         pairs[-1]["rejected_ids"] = rejected[start:]
-        whole.append({"chosen_ids": chosen, "rejected_ids": rejected, "margin": float(margin)})
+        full.append({"chosen_ids": chosen, "rejected_ids": rejected, "margin": float(margin)})
     of_trl = {}
     for factor in (None, 0.01):
-        results = rewards(folder, found, whole, factor)
+        results = rewards(folder, result, full, factor)
         of_trl |= {f"reward/{factor}/{name}": x for name, x in results.items()}
     for kind in ("sigmoid", "ipo", "hinge"):
         of_trl |= {f"{kind}/0.0/{x}": y for x, y in preference(folder, kind, pairs).items()}

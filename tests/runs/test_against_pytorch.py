@@ -1,4 +1,4 @@
-"""Promise: preferences, rewards and classes have the losses and gradients that PyTorch computes."""
+"""Preferences, rewards and classes have the losses and gradients that PyTorch computes."""
 
 import pathlib
 import subprocess
@@ -35,81 +35,81 @@ def reference(tmp_path_factory):
     return folder, dict(np.load(folder / "found.npz"))
 
 
-def make_inputs(found, with_labels):
+def make_inputs(result, with_labels):
     """Return a batch in the form of the tasks' rows, with the next tokens as labels."""
-    segments = np.arange(found["ids"].shape[-1]) < found["lengths"][..., None]
-    labels = np.pad(found["labels"][..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=-100)
-    own = {"tokens": found["ids"], "segments": segments, "labels": labels}
+    segments = np.arange(result["ids"].shape[-1]) < result["lengths"][..., None]
+    labels = np.pad(result["labels"][..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=-100)
+    own = {"tokens": result["ids"], "segments": segments, "labels": labels}
     own = own if with_labels else {name: own[name] for name in ("tokens", "segments")}
     return {name: tf.constant(x.astype("int32")) for name, x in own.items()}
 
 
 @pytest.mark.parametrize("kind, smoothing", KINDS)
 def test_preference_loss_with_adapters_matches_pytorch(reference, kind, smoothing):
-    folder, found = reference
+    folder, result = reference
     core, key = from_pretrained(folder / "llama"), f"{kind}/{smoothing}"
     scores = SequenceLogProbability(core.vocab_size, kind == "ipo")
-    model, inputs = GroupModel(core, scores), make_inputs(found, True)
+    model, inputs = GroupModel(core, scores), make_inputs(result, True)
     before = model(inputs)
-    np.testing.assert_allclose(before, found[f"{key}/reference"], **CLOSE)
+    np.testing.assert_allclose(before, result[f"{key}/reference"], **CLOSE)
     load_lora(core, folder / "adapters")
     preference_loss = PreferenceLoss(kind, BETA, smoothing)
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(preference_loss.call(before, model(inputs)))
-    np.testing.assert_allclose(loss, found[f"{key}/loss"], **CLOSE)
+    np.testing.assert_allclose(loss, result[f"{key}/loss"], **CLOSE)
     factors = {x.path.split("/", 1)[1]: x for x in core.trainable_variables}
     prefix = "blocks/block_0/attention/query_kernel_lora_"
     a, b = (factors[f"{prefix}{letter}"] for letter in "ab")
     of_a, of_b = tape.gradient(loss, [a.value, b.value])
-    np.testing.assert_allclose(tf.transpose(of_a), found[f"{key}/A"], **CLOSE)
-    np.testing.assert_allclose(tf.transpose(tf.reshape(of_b, (3, -1))), found[f"{key}/B"], **CLOSE)
+    np.testing.assert_allclose(tf.transpose(of_a), result[f"{key}/A"], **CLOSE)
+    np.testing.assert_allclose(tf.transpose(tf.reshape(of_b, (3, -1))), result[f"{key}/B"], **CLOSE)
 
 
 @pytest.mark.long
 def test_reference_losses_match_trl(reference):
-    folder, found = reference
+    folder, result = reference
     run("reference_trl", folder)
     of_trl = np.load(folder / "of_trl.npz")
     assert len(of_trl.files) == 13
     for name in of_trl.files:
-        np.testing.assert_allclose(of_trl[name], found[name], **CLOSE, err_msg=name)
+        np.testing.assert_allclose(of_trl[name], result[name], **CLOSE, err_msg=name)
 
 
 @pytest.mark.parametrize("center_rewards", [None, 0.01])
 def test_reward_loss_matches_pytorch(reference, center_rewards):
-    folder, found = reference
+    folder, result = reference
     key = f"reward/{center_rewards}"
     core = from_pretrained(folder / "llama")
     head = SequenceHead(1, "last", use_bias=False)
-    model, inputs = GroupModel(with_task_head(core, head)), make_inputs(found, False)
-    head.classifier.kernel.assign(found["reward/score"].T)
-    margins = np.stack([found["margin"], np.zeros(3)], 1).astype("float32")
+    model, inputs = GroupModel(with_task_head(core, head)), make_inputs(result, False)
+    head.classifier.kernel.assign(result["reward/score"].T)
+    margins = np.stack([result["margin"], np.zeros(3)], 1).astype("float32")
     with tf.GradientTape() as tape:
         rewards = model(inputs)
         loss = tf.reduce_mean(RewardLoss(center_rewards).call(tf.constant(margins), rewards))
-    np.testing.assert_allclose(rewards, found["reward/rewards"], **CLOSE)
-    np.testing.assert_allclose(loss, found[f"{key}/loss"], **CLOSE)
+    np.testing.assert_allclose(rewards, result["reward/rewards"], **CLOSE)
+    np.testing.assert_allclose(loss, result[f"{key}/loss"], **CLOSE)
     gradient = tape.gradient(loss, head.classifier.kernel.value)
-    np.testing.assert_allclose(tf.transpose(gradient), found[f"{key}/gradient"], **CLOSE)
+    np.testing.assert_allclose(tf.transpose(gradient), result[f"{key}/gradient"], **CLOSE)
 
 
 def test_classification_with_a_trained_pooler_matches_pytorch(reference):
-    folder, found = reference
+    folder, result = reference
     network, head = from_pretrained(folder / "bert"), SequenceHead(4, "first", hidden_act="tanh")
     with_task_head(network, head)
-    head.classifier.kernel.assign(found["bert/kernel"].T)
-    head.classifier.bias.assign(found["bert/bias"])
+    head.classifier.kernel.assign(result["bert/kernel"].T)
+    head.classifier.bias.assign(result["bert/bias"])
     inputs = {
-        "tokens": tf.constant(found["bert/ids"], "int32"),
-        "attention_mask": tf.constant(found["bert/mask"], "int32"),
+        "tokens": tf.constant(result["bert/ids"], "int32"),
+        "attention_mask": tf.constant(result["bert/mask"], "int32"),
     }
     with tf.GradientTape() as tape:
         logits = network(inputs)
-        loss = CrossEntropyLoss()(logits, tf.constant(found["bert/labels"], "int32"))
-    np.testing.assert_allclose(logits, found["bert/logits"], **CLOSE)
-    np.testing.assert_allclose(loss, found["bert/loss"], **CLOSE)
+        loss = CrossEntropyLoss()(logits, tf.constant(result["bert/labels"], "int32"))
+    np.testing.assert_allclose(logits, result["bert/logits"], **CLOSE)
+    np.testing.assert_allclose(loss, result["bert/loss"], **CLOSE)
     gradient = tape.gradient(loss, head.pooler.kernel.value)
-    np.testing.assert_allclose(tf.transpose(gradient), found["bert/gradient"], **CLOSE)
+    np.testing.assert_allclose(tf.transpose(gradient), result["bert/gradient"], **CLOSE)
     assert network.num_parameters() == sum(np.prod(x.shape) for x in network.variables)
 
 

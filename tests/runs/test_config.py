@@ -1,4 +1,4 @@
-"""Promise: a wrong config raises an error of one line that suggests the nearest key."""
+"""A wrong config raises an error of one line that suggests the nearest key."""
 
 import pathlib
 
@@ -58,7 +58,7 @@ def test_values_of_older_runs_are_read(tmp_path):
         ("training: [\n", ["cannot be parsed as YAML"]),
     ],
 )
-def test_wrong_files(tmp_path, text, words):
+def test_rejects_wrong_files(tmp_path, text, words):
     path = write(tmp_path, text)
     with pytest.raises(InputError) as caught:
         load_config(path)
@@ -244,7 +244,7 @@ def test_wrong_values_of_new_keys(setting, words):
         ("search.beam_size=-1", ["search.beam_size", "must be at least 1", "-1"]),
     ],
 )
-def test_wrong_settings(setting, words):
+def test_rejects_wrong_settings(setting, words):
     with pytest.raises(InputError) as caught:
         load_config(None, [setting])
     for word in words:
@@ -292,7 +292,7 @@ def test_moe_config_accepts_a_mapping(tmp_path):
         ("8", ["model.moe_config", "keys and values", "8"]),
     ],
 )
-def test_wrong_experts(value, words):
+def test_rejects_wrong_expert_options(value, words):
     with pytest.raises(InputError) as caught:
         load_config(None, [f"model.moe_config={value}"])
     for word in words:

@@ -1,4 +1,4 @@
-"""Promise: a cut never leaves a record without its answer; such records are left out and counted."""
+"""A cut never leaves a record without its answer; such records are left out and counted."""
 
 import json
 
@@ -57,14 +57,14 @@ def message(role, content):
 )
 def test_pairs_without_different_answers_are_left_out(bad, name, part, place, capsys, request):
     good = [pair("Q: ", "yes", "no")] * 19
-    found = read(place, name, [*good, bad], part)
-    assert found.lengths.max() <= LENGTH
+    result = read(place, name, [*good, bad], part)
+    assert result.lengths.max() <= LENGTH
     printed = capsys.readouterr().out
     if "kept" in request.node.name:
-        assert len(found) == 20 and f"Records ({part}): 1 of 20 records are longer" in printed
+        assert len(result) == 20 and f"Records ({part}): 1 of 20 records are longer" in printed
         assert "and are cut off" in printed and "left out" not in printed
         return
-    assert len(found) == 19
+    assert len(result) == 19
     line = f"Records ({part}): 1 of 20 records would lose an answer if cut to {LENGTH} tokens"
     assert f"{line} and are left out. Increase `data.length`" in printed
 
@@ -74,8 +74,8 @@ def test_chats_without_a_learnt_token_are_left_out(place, capsys):
     rows = [{"messages": [message("user", "or?"), answer]}] * 19
     rows.append({"messages": [message("user", LONG), answer]})
     first = {"messages": [message("user", "or?"), message("assistant", LONG), answer]}
-    found = read(place, "chat", [*rows, first])
-    assert len(found) == 20
+    result = read(place, "chat", [*rows, first])
+    assert len(result) == 20
     assert "1 of 21 records are longer than 32 tokens and are cut off" in capsys.readouterr().out
 
 
@@ -87,8 +87,8 @@ def test_pairs_of_texts_without_a_second_text_are_left_out(name, place, capsys):
     rows.append({"text": LONG, "text_pair": "two", "label": label})
     settings = ["data.labels=[yes, no]"] * (name == "classification")
     settings += ["tokenizer.folder=llama", "tokenizer.vocab_size=null"]
-    found = read(place, name, rows, "train", *settings)
-    assert len(found) == len(found.targets) == 19
+    result = read(place, name, rows, "train", *settings)
+    assert len(result) == len(result.targets) == 19
     printed = capsys.readouterr().out
     assert "1 of 20 records are longer than 32 tokens and are cut off" in printed
     assert "1 of 20 records would lose an answer if cut to 32 tokens" in printed
@@ -104,10 +104,10 @@ def test_long_texts_of_other_tasks_are_only_cut(place):
     }
     for name, row in rows.items():
         with pytest.warns(UserWarning, match="and are cut off"):
-            found = read(
+            result = read(
                 place, name, [row], "train", *["data.labels=[yes, no]"] * ("class" in name)
             )
-        assert len(found) == 1 and found.lengths.max() == LENGTH, name
+        assert len(result) == 1 and result.lengths.max() == LENGTH, name
 
 
 def test_file_in_which_every_record_is_too_long_raises_an_error(place):
@@ -123,5 +123,5 @@ def test_targets_stay_with_their_records():
     learnt = np.arange(5), np.array([-100, -100, -100, 3, 4])
     rows = [[learnt], [(np.arange(3), np.array([-100, 1, 2]))], [learnt]]
     with pytest.warns(UserWarning, match="2 of 3"):
-        kept, cut = prepared_lengths(rows, 3, "cut", "Records")
-    assert kept == [1] and [len(ids) for ids, _ in cut[0]] == [3]
+        saved, cut = prepared_lengths(rows, 3, "cut", "Records")
+    assert saved == [1] and [len(ids) for ids, _ in cut[0]] == [3]

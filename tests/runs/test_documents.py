@@ -1,4 +1,4 @@
-"""Promise: training on documents follows the config, and a rejected run changes nothing."""
+"""Training on documents follows the config, and a rejected run changes nothing."""
 
 import csv
 import json
@@ -59,7 +59,7 @@ def test_completed_run_trains_no_more_steps(place):
 
 
 @pytest.mark.parametrize(
-    "setting, told",
+    "setting, message",
     [
         ("model.num_heads=3", "num_heads"),
         (
@@ -74,12 +74,12 @@ def test_completed_run_trains_no_more_steps(place):
         ("data.mean_span=2.0", "`data.mean_span` has no effect in task causal_lm, only in span_"),
     ],
 )
-def test_rejected_training_keeps_the_run_and_its_shards(setting, told, place, capsys):
+def test_rejected_training_keeps_the_run_and_its_shards(setting, message, place, capsys):
     before = snapshot(place)
     for flags, run in ((["--overwrite"], "runs/gpt"), ([], "some/where")):
         other = [] if setting.startswith("data.train") else ["data.train=gpt.yaml"]
         assert train(setting, *other, flags=flags, run=run) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert snapshot(place) == before
 
 
@@ -96,13 +96,13 @@ def test_rejects_reading_options_for_token_shards(place, capsys):
     rows = [json.dumps({"content": f"one two {'three ' * n}"}) for n in range(1, 9)]
     (place / "dev.jsonl").write_text("\n".join(rows))
     own = ["data.train=shards", "data.dev=shards"]
-    for setting, told in (
+    for setting, message in (
         ("data.field=content", "`data.field` has no effect on folders of token shards"),
         ("data.documents=line", "pass --documents to `dtransformer prepare --lm`"),
         ("data.sentences=true", "shards was prepared without sentences"),
     ):
         assert train(*own, setting, run="runs/prepared") == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert train(own[0], "data.dev=dev.jsonl", "data.field=content", run="runs/prepared") == 0
     assert "Documents (dev): 8 with" in capsys.readouterr().out
 
@@ -121,9 +121,9 @@ def test_evaluations_within_an_epoch_do_not_change_its_logs(place, capsys):
     (plain,), (looked,) = (read_metrics(f"runs/{name}", "epoch") for name in ("plain", "looked"))
     for name in ("loss", "val_loss", "accuracy"):
         assert looked[name] == plain[name]
-    found = read_metrics("runs/looked", "evaluation")
-    assert [x["step"] for x in found] == list(range(2, plain["step"] + 1, 2)) != []
-    assert f"val_loss: {found[0]['val_loss']:.6g}" in printed and "\nstep: 2, val_" in printed
+    result = read_metrics("runs/looked", "evaluation")
+    assert [x["step"] for x in result] == list(range(2, plain["step"] + 1, 2)) != []
+    assert f"val_loss: {result[0]['val_loss']:.6g}" in printed and "\nstep: 2, val_" in printed
     with open("runs/looked/metrics.csv") as file:
         (row,) = csv.DictReader(file)
     assert float(row["val_loss"]) == looked["val_loss"]
@@ -131,20 +131,20 @@ def test_evaluations_within_an_epoch_do_not_change_its_logs(place, capsys):
 
 def test_perplexities_match_the_log_probability_of_the_text(place, capsys):
     assert main(["evaluate", "--run", "runs/gpt", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     run, documents = load_run("runs/gpt"), (place / "text.txt").read_text().split("\n\n")
-    tokenizer, total, number = run.tokenizer, 0.0, 0
+    tokenizer, total, index = run.tokenizer, 0.0, 0
     for text in documents:
         (ids,) = tokenizer.encode([text]).to_list()
         # Each document is scored in a single row, because some are longer than the run's rows.
         ids = np.array([[tokenizer.start_id, *ids, tokenizer.end_id]])
-        number += ids.shape[1] - 1
+        index += ids.shape[1] - 1
         total += len(text.encode())
     words = sum(len(text.split()) for text in documents)
-    nats = found["loss"] * number
-    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
-    assert found["byte_perplexity"] == pytest.approx(np.exp(nats / total))
-    assert found["word_perplexity"] == pytest.approx(np.exp(nats / words))
+    nats = result["loss"] * index
+    assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
+    assert result["byte_perplexity"] == pytest.approx(np.exp(nats / total))
+    assert result["word_perplexity"] == pytest.approx(np.exp(nats / words))
 
 
 def test_out_of_memory_prints_layouts_that_fit(place, monkeypatch, capsys):
@@ -153,8 +153,8 @@ def test_out_of_memory_prints_layouts_that_fit(place, monkeypatch, capsys):
 
     monkeypatch.setattr(Trainer, "fit", fails)
     assert train(run="runs/full") == 2
-    told = capsys.readouterr().err
-    assert "layouts computed" in told and "The memory of a device is full" in told
+    message = capsys.readouterr().err
+    assert "layouts computed" in message and "The memory of a device is full" in message
 
 
 def test_run_of_several_ranks_is_evaluated_on_one_rank(place, monkeypatch, capsys):

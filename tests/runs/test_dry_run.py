@@ -1,4 +1,4 @@
-"""Promise: a dry run rejects everything that training would reject, without memory for weights."""
+"""A dry run rejects everything that training would reject, without memory for weights."""
 
 import json
 import shutil
@@ -82,10 +82,10 @@ WRONG_WEIGHTS = {
 
 @pytest.mark.parametrize("name", WRONG_WEIGHTS)
 def test_weights_that_do_not_match_the_config_are_refused(name, place, dry_run):
-    change, told = WRONG_WEIGHTS[name]
+    change, message = WRONG_WEIGHTS[name]
     change_weights(place, name, change)
     code, _, err = dry_run("chat", f"model.from={name}")
-    assert code == 2 and f"{name} does not match its config: {told}" in err
+    assert code == 2 and f"{name} does not match its config: {message}" in err
 
 
 def test_weights_that_do_not_fit_into_memory_are_refused(dry_run, monkeypatch):
@@ -122,16 +122,16 @@ def test_unsupported_export_raises_an_error(dry_run):
 
 
 @pytest.mark.parametrize(
-    "setting, told",
+    "setting, message",
     [
         ("training.groups=[{pattern: nowhere/*}]", "'nowhere/*' matches no weight"),
         ("model.adapters.targets=nowhere", "'nowhere' matches no weight"),
         ("training.beta_2=0.5", "beta_2 is not an argument of optimizer sgd"),
     ],
 )
-def test_options_that_training_rejects_raise_an_error(setting, told, dry_run):
+def test_options_that_training_rejects_raise_an_error(setting, message, dry_run):
     code, _, err = dry_run("chat", setting)
-    assert code == 2 and told in err
+    assert code == 2 and message in err
 
 
 def test_run_with_adapters_can_be_the_base_of_a_run(place, dry_run, capsys):
@@ -169,7 +169,7 @@ def test_layout_that_does_not_fit_the_ranks_raises_an_error(setting, dry_run, mo
 
 
 @pytest.mark.parametrize(
-    "settings, told",
+    "settings, message",
     [
         (["model_parallel=4"], "model_parallel=4 does not divide num_heads=2"),
         (["pipeline_stage=2", "micro_batch_num=2"], "pipeline_stage=2 is more than the 1 blocks"),
@@ -178,9 +178,9 @@ def test_layout_that_does_not_fit_the_ranks_raises_an_error(setting, dry_run, mo
         (["data_parallel=3"], "global_batch=4 is not divisible by data_parallel=3"),
     ],
 )
-def test_layout_that_does_not_fit_network_or_batch_raises_an_error(settings, told, dry_run):
+def test_layout_that_does_not_fit_network_or_batch_raises_an_error(settings, message, dry_run):
     code, _, err = dry_run("gpt", *(f"parallel.{setting}" for setting in settings))
-    assert code == 2 and told in err
+    assert code == 2 and message in err
 
 
 def test_incompatible_techniques_raise_an_error(dry_run):

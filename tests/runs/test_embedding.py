@@ -1,4 +1,4 @@
-"""Promise: texts are compared with all different texts of a batch, on ranks and on meshes."""
+"""Texts are compared with all different texts of a batch, on ranks and on meshes."""
 
 import json
 
@@ -52,7 +52,7 @@ def expected_loss(vectors):
     """Return the mean loss of the queries in NumPy, with equal texts left out one by one."""
     vectors = np.float64(vectors)
     vectors /= np.linalg.norm(vectors, axis=-1, keepdims=True)
-    found = []
+    result = []
     for i, (query, positive) in enumerate(TEXT_IDS):
         if not WEIGHT[i]:
             continue
@@ -62,17 +62,17 @@ def expected_loss(vectors):
             if j != i and WEIGHT[j] and not is_equal:
                 scores.append(vectors[i, 0] @ vectors[j, 1])
         scores = np.array(scores) / TEMPERATURE
-        found.append(np.logaddexp.reduce(scores) - scores[0])
-    return np.mean(found)
+        result.append(np.logaddexp.reduce(scores) - scores[0])
+    return np.mean(result)
 
 
 def check_evaluated_loss():
     trainer = embedding_trainer()
-    found = trainer.evaluate(
+    result = trainer.evaluate(
         inputs(), TEXT_IDS, batch_size=8, sample_weight=WEIGHT, verbose=0, return_dict=True
     )
     vectors = trainer.predict(inputs(), batch_size=8, verbose=0)
-    assert found["loss"] == pytest.approx(expected_loss(vectors), rel=PARITY_LOSS)
+    assert result["loss"] == pytest.approx(expected_loss(vectors), rel=PARITY_LOSS)
 
 
 def test_equal_texts_of_a_batch_are_not_negatives():

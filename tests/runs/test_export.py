@@ -1,4 +1,4 @@
-"""Promise: an exported folder gives the same results as its run, in the types of its base."""
+"""An exported folder gives the same results as its run, in the types of its base."""
 
 import json
 import shutil
@@ -37,8 +37,8 @@ def train(task, place, name, model, *settings):
     """Train a task for two steps from a model, export it and return the exported folder."""
     path = place / f"{name}.yaml"
     path.write_text(json.dumps(CONFIGS[task] | {"model": model, "tokenizer": {}}))
-    told = [f"export.folder=models/{name}", "training.max_steps=2", *settings]
-    command = ["train", "--config", str(path), "--run", f"runs/{name}", "--set", *told]
+    message = [f"export.folder=models/{name}", "training.max_steps=2", *settings]
+    command = ["train", "--config", str(path), "--run", f"runs/{name}", "--set", *message]
     assert main(command) == 0
     return place / "models" / name
 

@@ -1,4 +1,4 @@
-"""Promise: a run folder is consistent, and no run is lost or replaced by accident."""
+"""A run folder is consistent, and no run is lost or replaced by accident."""
 
 import hashlib
 import io
@@ -40,8 +40,8 @@ WEIGHTS, STEP = "model.weights.h5", "step-00000002"
 
 def train(corpus, folder, *arguments):
     """Train with flags and, as the last arguments, settings."""
-    flags = [one for one in arguments if one.startswith("--")]
-    settings = [one for one in arguments if not one.startswith("--")]
+    flags = [item for item in arguments if item.startswith("--")]
+    settings = [item for item in arguments if not item.startswith("--")]
     command = ["train", "--config", str(corpus / "config.yaml"), "--run", str(folder), *flags]
     return main([*command, "--set", *SETTINGS, *settings])
 
@@ -101,9 +101,9 @@ def foreign(run, other):
 
 def nan_weights(run, other):
     with h5py.File(run / WEIGHTS, "r+") as file:
-        found = []
-        file.visititems(lambda _, x: found.append(x) if isinstance(x, h5py.Dataset) else None)
-        found[0][...] = float("nan")
+        result = []
+        file.visititems(lambda _, x: result.append(x) if isinstance(x, h5py.Dataset) else None)
+        result[0][...] = float("nan")
     seal(run / WEIGHTS, RunIdentity.load(run).key)
 
 
@@ -186,7 +186,7 @@ REFUSED = [
 def test_rejected_training_changes_no_file(change, arguments, words, run, trained, capsys):
     change(run, trained / "b")
     before = snapshot(run.parent)
-    arguments = [one.replace("OTHER", str(trained / "other.en")) for one in arguments]
+    arguments = [item.replace("OTHER", str(trained / "other.en")) for item in arguments]
     assert train(trained, run, *arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
@@ -327,13 +327,13 @@ def test_verify_reports_all_problems(run, tmp_path, capsys):
     (folder / "step-00000001" / "checkpoint.json").unlink()
     (folder / "step-00000003").symlink_to("nowhere")
     assert main(["checkpoint", "verify", str(folder)]) == 2
-    told = capsys.readouterr()
-    lines = {line.split(": ")[0].rpartition("/")[2]: line for line in told.out.splitlines()}
+    message = capsys.readouterr()
+    lines = {line.split(": ")[0].rpartition("/")[2]: line for line in message.out.splitlines()}
     assert "checkpoint.json is missing" in lines["step-00000001"]
     assert "checkpoint.json is missing" in lines["step-00000003"]
     assert "its name does not match its step 2" in lines["step-00000099"]
     assert "files are intact" in lines[STEP]
-    assert "3 damaged" in told.err
+    assert "3 damaged" in message.err
     for path in ("", ".", "..", "/"):
         assert main(["checkpoint", "verify", path]) == 2
         assert capsys.readouterr().err.count("\n") == 1

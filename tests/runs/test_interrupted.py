@@ -1,4 +1,4 @@
-"""Promise: an interrupted run reports its checkpoint and the command that resumes it."""
+"""An interrupted run reports its checkpoint and the command that resumes it."""
 
 import shlex
 

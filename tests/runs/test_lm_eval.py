@@ -1,4 +1,4 @@
-"""Promise: scores of the evaluation harness match `transformers`."""
+"""Scores of the evaluation harness match `transformers`."""
 
 import importlib.machinery
 import importlib.util
@@ -46,11 +46,11 @@ def reference(folder):
     transformers = pytest.importorskip("transformers", reason="as PyTorch")
     model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
 
-    def scores(ids, number):
+    def scores(ids, index):
         with torch.no_grad():
             table = model(torch.tensor(ids[None, :-1])).logits[0].double().log_softmax(-1).numpy()
-        own = table[np.arange(len(ids) - 1), ids[1:]][-number:]
-        return own.sum(), bool((table.argmax(-1)[-number:] == ids[1:][-number:]).all())
+        own = table[np.arange(len(ids) - 1), ids[1:]][-index:]
+        return own.sum(), bool((table.argmax(-1)[-index:] == ids[1:][-index:]).all())
 
     return scores
 
@@ -66,37 +66,37 @@ def test_log_likelihood_of_continuations_matches_transformers(harness, reference
         ("zero ", "one"),
         ("four " * 9, "five and six"),
     ]
-    found = harness.loglikelihood([request(*pair) for pair in pairs])
-    for (context, text), (total, is_greedy) in zip(pairs, found, strict=True):
-        whole, before = encode(harness, context + text), encode(harness, context.rstrip())
+    result = harness.loglikelihood([request(*pair) for pair in pairs])
+    for (context, text), (total, is_greedy) in zip(pairs, result, strict=True):
+        full, before = encode(harness, context + text), encode(harness, context.rstrip())
         if not context:  # This tokenizer adds no special tokens.
-            whole, before = [1, *whole], [1]
-        ids = np.array(whole[-(MOST + 1) :])
-        expected = reference(ids, min(len(whole) - len(before), MOST))
+            full, before = [1, *full], [1]
+        ids = np.array(full[-(MOST + 1) :])
+        expected = reference(ids, min(len(full) - len(before), MOST))
         assert total == pytest.approx(expected[0], rel=1e-5) and is_greedy == expected[1]
 
 
 def test_rolling_log_likelihood_uses_windows(harness, reference):
     texts = ["one and two and three and four and five and six and seven?" * 2, "one"]
-    found = harness.loglikelihood_rolling([request(text) for text in texts])
-    for text, total in zip(texts, found, strict=True):
+    result = harness.loglikelihood_rolling([request(text) for text in texts])
+    for text, total in zip(texts, result, strict=True):
         ids, expected = encode(harness, text), 0.0
-        whole = np.array([1, *ids])
+        full = np.array([1, *ids])
         # Each token depends on the previous tokens of its window.
         for end in range(1, len(ids) + 1):
             last = min(-(-end // MOST) * MOST, len(ids))
             first = max(0, last - MOST)
-            expected += reference(whole[first : end + 1], 1)[0]
+            expected += reference(full[first : end + 1], 1)[0]
         assert total == pytest.approx(expected, rel=1e-5)
     assert len(encode(harness, texts[0])) > 2 * MOST
 
 
 def test_generate_until_stops_at_the_given_texts(harness):
     options = {"max_gen_toks": 4, "do_sample": False, "temperature": 0.0}
-    (whole,) = harness.generate_until([request("one and two?", {**options, "until": []})])
-    assert whole
-    (cut,) = harness.generate_until([request("one and two?", {**options, "until": whole[1:3]})])
-    assert cut == whole[:1]
+    (full,) = harness.generate_until([request("one and two?", {**options, "until": []})])
+    assert full
+    (cut,) = harness.generate_until([request("one and two?", {**options, "until": full[1:3]})])
+    assert cut == full[:1]
 
 
 def test_long_contexts_are_truncated_from_the_left(harness):

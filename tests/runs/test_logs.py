@@ -1,4 +1,4 @@
-"""Promise: a run writes the requested logs, and reports a missing package before it starts."""
+"""A run writes the requested logs, and reports a missing package before it starts."""
 
 import sys
 import types
@@ -30,12 +30,12 @@ def services(monkeypatch):
 
 def test_log_services_receive_metrics_and_options(services, tmp_path):
     config = load_config(None, ["task=chat", "logs.wandb=mine", "logs.mlflow=ours"])
-    for one in log_callbacks(config, tmp_path / "run", "key", resumes=False):
-        one.set_model(types.SimpleNamespace(num_steps=3, logs_are_new=True))
-        one.on_train_batch_end(0, {"loss": 2})
-        one.on_epoch_end(0, {"val_loss": 1})
-        one.write("evaluation", {"val_loss": 1})
-        one.on_train_end()
+    for item in log_callbacks(config, tmp_path / "run", "key", resumes=False):
+        item.set_model(types.SimpleNamespace(num_steps=3, logs_are_new=True))
+        item.on_train_batch_end(0, {"loss": 2})
+        item.on_epoch_end(0, {"val_loss": 1})
+        item.write("evaluation", {"val_loss": 1})
+        item.on_train_end()
     options = next(options for name, _, options in services if name == "init")
     assert options["id"] == "key" and options["resume"] == "allow"
     assert options["project"] == "mine" and options["config"]["training.epochs"] == 1

@@ -1,4 +1,4 @@
-"""Promise: held-out losses and metrics are means over records, for every batch size and layout."""
+"""Held-out losses and metrics are means over records, for every batch size and layout."""
 
 import contextlib
 import json

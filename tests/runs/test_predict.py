@@ -1,4 +1,4 @@
-"""Promise: `predict` and `embed` return the network's result for each line, in order."""
+"""`predict` and `embed` return the network's result for each line, in order."""
 
 import io
 import json
@@ -92,11 +92,11 @@ def test_probabilities_of_a_text_do_not_depend_on_other_texts(trained, monkeypat
         code, lines, _ = run(monkeypatch, capsys, *command, "--json")
         assert code == 0 and len(lines) == len(TEXTS)
         for text, line in zip(TEXTS, lines):
-            found, expected = json.loads(line), softmax(alone(task, text))
-            assert list(found["probabilities"]) == task.config.data.labels == ["no", "yes"]
-            np.testing.assert_allclose(list(found["probabilities"].values()), expected, atol=1e-6)
-            assert found["label"] == ["no", "yes"][expected.argmax()]
-            assert found["probability"] == pytest.approx(expected.max(), abs=1e-6)
+            result, expected = json.loads(line), softmax(alone(task, text))
+            assert list(result["probabilities"]) == task.config.data.labels == ["no", "yes"]
+            np.testing.assert_allclose(list(result["probabilities"].values()), expected, atol=1e-6)
+            assert result["label"] == ["no", "yes"][expected.argmax()]
+            assert result["probability"] == pytest.approx(expected.max(), abs=1e-6)
     code, lines, _ = run(monkeypatch, capsys, "predict", "--run", "runs/classification")
     assert lines[0] == f"{json.loads(line)['label']}\t{json.loads(line)['probability']:.4f}"
 
@@ -119,11 +119,11 @@ def test_words_have_character_offsets_labels_and_probabilities(trained, monkeypa
     command = ["predict", "--run", "runs/token_classification"]
     texts = ["  Ann (Lee)  saw U.S. cities.", "", "Ann\tLee"]
     code, lines, _ = run(monkeypatch, capsys, *command, "--json", lines=texts)
-    found = [json.loads(line)["words"] for line in lines]
-    words = [[word["word"] for word in row] for row in found]
+    result = [json.loads(line)["words"] for line in lines]
+    words = [[word["word"] for word in row] for row in result]
     punctuated = ["Ann", "(", "Lee", ")", "saw", "U.S", ".", "cities", "."]
     assert code == 0 and words == [punctuated, [], ["Ann", "Lee"]]
-    for text, row in zip(texts, found):
+    for text, row in zip(texts, result):
         for word in row:
             assert text[word["start"] : word["end"]] == word["word"]
     task = load_run("runs/token_classification")
@@ -132,8 +132,8 @@ def test_words_have_character_offsets_labels_and_probabilities(trained, monkeypa
     first = [next(i for i, (_, end) in enumerate(places) if end > start) for start in (0, 3)]
     probabilities = softmax(alone(task, "Ann Lee")[first])
     names = [task.config.data.labels[x] for x in probabilities.argmax(-1)]
-    assert [word["label"] for word in found[2]] == names
-    own = [word["probability"] for word in found[2]]
+    assert [word["label"] for word in result[2]] == names
+    own = [word["probability"] for word in result[2]]
     np.testing.assert_allclose(own, probabilities.max(-1), atol=1e-6)
     code, lines, _ = run(monkeypatch, capsys, *command, lines=["Ann\tLee"])
     assert lines == [f"Ann/{names[0]} Lee/{names[1]}"]
@@ -144,12 +144,12 @@ def test_entities_of_predicted_labels(trained, monkeypatch, capsys):
     task = load_run("runs/token_classification")
     names = task.config.data.labels
     record = {"tokens": ["Ann", "Lee", "saw"]}
-    wanted = ["B-P", "I-P", "O"]
-    output = np.stack([5.0 * (np.array(names) == name) for name in wanted])
+    expected_names = ["B-P", "I-P", "O"]
+    output = np.stack([5.0 * (np.array(names) == name) for name in expected_names])
     row = [(np.arange(3), np.arange(3))]
-    found = task.prediction(record, row, output)
-    assert found["entities"] == [{"type": "P", "start": 0, "end": 7}]
-    assert [word["label"] for word in found["words"]] == wanted
+    result = task.prediction(record, row, output)
+    assert result["entities"] == [{"type": "P", "start": 0, "end": 7}]
+    assert [word["label"] for word in result["words"]] == expected_names
 
 
 def test_logged_f1_is_the_entity_f1_for_every_batch_size(trained, place, capsys):
@@ -169,8 +169,8 @@ def test_logged_f1_is_the_entity_f1_for_every_batch_size(trained, place, capsys)
     assert task.label_scores(ids, predicted)["f1"] == pytest.approx(2 * 3 / (4 + 4))
     # An entity ends with its sentence.
     split = [np.array([names.index("B-P")]), np.array([names.index("I-P")])]
-    whole = [np.array([names.index("B-P")]), np.array([names.index("O")])]
-    assert task.label_scores(split, whole)["f1"] == pytest.approx(2 * 1 / (2 + 1))
+    full = [np.array([names.index("B-P")]), np.array([names.index("O")])]
+    assert task.label_scores(split, full)["f1"] == pytest.approx(2 * 1 / (2 + 1))
 
 
 def test_vectors_are_pooled_and_normalized_as_in_training(trained, place, monkeypatch, capsys):
@@ -204,8 +204,8 @@ def test_recall_counts_equal_texts_as_one(trained, place, capsys):
     rows = [{"query": f"{n}?", "positive": "same"} for n in range(8)]
     (place / "same.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert main(["evaluate", "--run", "runs/embedding", "--data", "same.jsonl", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["recall@1"] == found["mrr"] == 1 and "loss" in found
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["recall@1"] == result["mrr"] == 1 and "loss" in result
     assert task.config.data.dev  # The file of --data replaced it.
 
 
@@ -214,13 +214,13 @@ def test_rewards_of_answers_texts_and_pairs(trained, place, monkeypatch, capsys)
     command = ["predict", "--run", "runs/reward"]
     code, pairs, _ = run(monkeypatch, capsys, *command, "--data", "pairs.jsonl", "--json")
     records = list(map(json.loads, (place / "pairs.jsonl").read_text().splitlines()))
-    found = list(map(json.loads, pairs))
-    assert code == 0 and len(found) == len(records)
+    result = list(map(json.loads, pairs))
+    assert code == 0 and len(result) == len(records)
     for side in ("chosen", "rejected"):
         chats = [json.dumps({"messages": x["prompt"] + x[side]}) for x in records]
         code, lines, _ = run(monkeypatch, capsys, *command, lines=chats)
         np.testing.assert_allclose(
-            [float(line) for line in lines], [row[side] for row in found], rtol=1e-4
+            [float(line) for line in lines], [row[side] for row in result], rtol=1e-4
         )
     code, lines, _ = run(monkeypatch, capsys, *command, lines=["one", "two"])
     assert code == 0 and len(lines) == 2

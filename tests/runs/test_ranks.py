@@ -1,4 +1,4 @@
-"""Promise: every task has the losses and scores of one process on two ranks, for every layout."""
+"""Every task has the losses and scores of one process on two ranks, for every layout."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def place(tmp_path_factory):
 def test_losses_on_ranks_match_one_process(name, place):
     expected = command(place, name, f"runs/{name}-1", 1, [])
     for layout, settings in LAYOUTS.items():
-        found = command(place, name, f"runs/{name}-{layout}", 2, settings)
+        result = command(place, name, f"runs/{name}-{layout}", 2, settings)
         # Small losses are differences of large logits.
         tolerances = {"rtol": PARITY_LOSS, "atol": 1e-6}
-        np.testing.assert_allclose(found, expected, **tolerances, err_msg=f"{name}, {layout}")
+        np.testing.assert_allclose(result, expected, **tolerances, err_msg=f"{name}, {layout}")

@@ -1,4 +1,4 @@
-"""Promise: a run folder records the output of every rank and the environment of every start."""
+"""A run folder records the output of every rank and the environment of every start."""
 
 import io
 import json

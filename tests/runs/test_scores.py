@@ -1,4 +1,4 @@
-"""Promise: scores of labels, entities and vectors match scikit-learn, seqeval and NumPy."""
+"""Scores of labels, entities and vectors match scikit-learn, seqeval and NumPy."""
 
 import numpy as np
 import pytest
@@ -26,15 +26,15 @@ def seqeval_entities(labels):
             return True
         return after != "O" and before_type != after_type
 
-    found, first, before, before_type = set(), 0, "O", ""
+    result, first, before, before_type = set(), 0, "O", ""
     for place, label in enumerate([*labels, "O"]):
         after, _, after_type = label.partition("-")
         if ends(before, after, before_type, after_type):
-            found.add((first, place, before_type))
+            result.add((first, place, before_type))
         if starts(before, after, before_type, after_type):
             first = place
         before, before_type = after, after_type
-    return found
+    return result
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -71,20 +71,20 @@ def test_retrieval_matches_sorted_similarities(seed):
     ranks = []
     for query, own in zip(queries, ids):
         cosines = {}
-        for text, number in zip(texts, ids):
-            cosines[number] = query @ text / np.linalg.norm(query) / np.linalg.norm(text)
+        for text, index in zip(texts, ids):
+            cosines[index] = query @ text / np.linalg.norm(query) / np.linalg.norm(text)
         ranked = sorted(cosines, key=cosines.get, reverse=True)
         ranks.append(ranked.index(own) + 1)
-    found = retrieval(queries, texts, ids)
+    result = retrieval(queries, texts, ids)
     for k in (1, 5, 10):
-        assert found[f"recall@{k}"] == pytest.approx(np.mean([rank <= k for rank in ranks]))
-    assert found["mrr"] == pytest.approx(np.mean([1 / rank for rank in ranks]))
-    assert 0 < found["recall@1"] < found["recall@10"]
+        assert result[f"recall@{k}"] == pytest.approx(np.mean([rank <= k for rank in ranks]))
+    assert result["mrr"] == pytest.approx(np.mean([1 / rank for rank in ranks]))
+    assert 0 < result["recall@1"] < result["recall@10"]
 
 
 def test_recall_of_collapsed_vectors_is_0():
     """A collapsed network has no recall, although no text is nearer than the right one."""
-    found = retrieval(np.ones((20, 4)), np.ones((20, 4)), np.arange(20))
-    assert found == {"recall@1": 0, "recall@5": 0, "recall@10": 0, "mrr": pytest.approx(1 / 20)}
+    result = retrieval(np.ones((20, 4)), np.ones((20, 4)), np.arange(20))
+    assert result == {"recall@1": 0, "recall@5": 0, "recall@10": 0, "mrr": pytest.approx(1 / 20)}
     zeros = retrieval(np.zeros((3, 4)), np.zeros((3, 4)), np.arange(3))
     assert zeros["mrr"] == pytest.approx(1 / 3)

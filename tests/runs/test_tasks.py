@@ -1,4 +1,4 @@
-"""Promise: one command trains each task from files to a run, and resumes it bit for bit."""
+"""One command trains each task from files to a run, and resumes it bit for bit."""
 
 import argparse
 import io
@@ -69,8 +69,8 @@ def test_gpt_from_text_is_exported(place, capsys):
     assert "Documents (train): 96 with" in printed and "epoch: 1, one … " in printed
     assert from_pretrained("models/gpt").num_parameters() > 0
     assert main(["evaluate", "--run", "runs/gpt", "--data", "text.txt", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
 
 
 def test_chat_learns_answers_and_saves_only_adapters(place, chatted, capsys):
@@ -78,8 +78,8 @@ def test_chat_learns_answers_and_saves_only_adapters(place, chatted, capsys):
     names = {path.name for path in (place / "runs" / "chat").iterdir()}
     assert "adapters" in names and "model.weights.h5" not in names
     assert main(["evaluate", "--run", "runs/chat", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["loss"] == pytest.approx(min(chatted), rel=1e-5)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["loss"] == pytest.approx(min(chatted), rel=1e-5)
 
 
 def test_chat_in_the_terminal(place, chatted):
@@ -103,13 +103,13 @@ def test_adapters_are_merged_or_exported_separately(place, chatted):
 
 
 def test_packed_and_padded_rows_have_one_loss(place, chatted, capsys):
-    found = []
+    result = []
     for packed in ("true", "false"):
         run = load_run("runs/chat")
         run.config.data.packed = packed == "true"
         run.read("dev")
-        found.append(run.results(make_trainer(run, 1), run.batches("dev"))["loss"])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+        result.append(run.results(make_trainer(run, 1), run.batches("dev"))["loss"])
+    assert result[0] == pytest.approx(result[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("stop", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 8))])
@@ -137,10 +137,10 @@ def test_preference_model_starts_equal_to_the_reference(place, chatted, capsys):
     last = json.loads(lines[-1])
     capsys.readouterr()
     assert main(["evaluate", "--run", "runs/preference", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
     expected = {name: pytest.approx(last[f"val_{name}"], rel=1e-5, abs=1e-6) for name in names}
-    assert found == expected
+    assert result == expected
     # The chat run's adapters are merged before the new ones are added.
     _, beside = opened("runs/chat", "float32", "runs/preference/adapters")
     tokens = np.arange(3, 11, dtype="int32")[None]
@@ -153,14 +153,14 @@ def test_remaining_tasks_train_and_evaluate(name, place, capsys):
     losses = train(name, place)
     assert np.isfinite(losses).all() and losses[-1] <= losses[0]
     assert main(["evaluate", "--run", f"runs/{name}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["loss"] == pytest.approx(min(losses), rel=1e-4)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["loss"] == pytest.approx(min(losses), rel=1e-4)
     expected = {
         "classification": "f1",
         "token_classification": "matthews",
         "regression": "spearman",
     }
-    assert expected.get(name, "loss") in found
+    assert expected.get(name, "loss") in result
 
 
 def test_exported_classifier_can_be_trained_further(place, capsys):
@@ -211,7 +211,7 @@ def test_train_accepts_configs_from_new(task, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, setting, told",
+    "name, setting, message",
     [
         ("chat", "data.train=nowhere.jsonl", "nowhere.jsonl"),
         ("chat", "data.train=null", "`data.train` is missing"),
@@ -239,13 +239,13 @@ def test_train_accepts_configs_from_new(task, tmp_path):
         ("seq2seq", "data.train=labels.jsonl", "`prompt` is missing"),
     ],
 )
-def test_wrong_task_options_are_one_line_errors(name, setting, told, place, capsys):
+def test_wrong_task_options_are_one_line_errors(name, setting, message, place, capsys):
     run = ["--run", "runs/wrong"]
     path = write_config(name, place)
     settings = [*(["export.folder=models/other"] if name == "gpt" else []), setting]
     assert main(["train", "--config", str(path), *run, "--set", *settings]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert told in error and error.startswith("dtransformer: ")
+    assert message in error and error.startswith("dtransformer: ")
     assert not (place / "runs/wrong").exists()
 
 
@@ -306,19 +306,19 @@ def test_weight_decay_excludes_biases(optimizer, decay):
     """Also if it is 0, although Keras' default is different."""
     settings = [f"training.optimizer={optimizer}", f"training.weight_decay={decay}"]
     settings += ["training.clip_norm=null", "training.learning_rate=1", "training.warmup_steps=0"]
-    made = make_optimizer(load_config(None, settings), total_steps=10)
+    created = make_optimizer(load_config(None, settings), total_steps=10)
     kernel, bias = (keras.Variable(np.ones(2, "float32"), name=x) for x in ("kernel", "bias"))
-    made.apply([np.zeros(2, "float32")] * 2, [kernel, bias])
+    created.apply([np.zeros(2, "float32")] * 2, [kernel, bias])
     np.testing.assert_allclose(kernel.numpy(), 1 - decay, rtol=1e-6)
     np.testing.assert_array_equal(bias.numpy(), 1)
 
 
 def test_records_are_encoded_in_groups(place, monkeypatch):
-    whole, parts = (make_task(load_config(write_config("classification", place))) for _ in range(2))
-    whole.read()
+    full, parts = (make_task(load_config(write_config("classification", place))) for _ in range(2))
+    full.read()
     monkeypatch.setattr("dtransformer.runs.tasks.records._GROUP_SIZE", 5)
     parts.read()
-    assert parts.records["train"].fingerprint == whole.records["train"].fingerprint
+    assert parts.records["train"].fingerprint == full.records["train"].fingerprint
     rows = [{"text": "a", "label": str(n % 2)} for n in range(5)]
     rows += [{**row, "text_pair": "b"} for row in rows]
     (place / "some_pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))

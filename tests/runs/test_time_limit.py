@@ -1,4 +1,4 @@
-"""Promise: training stops when its time is over, and ranks compare their clocks rarely."""
+"""Training stops when its time is over, and ranks compare their clocks rarely."""
 
 import types
 
@@ -22,11 +22,11 @@ class Clock(keras.callbacks.Callback):
 
 
 def test_time_limit_stops_training_with_few_clock_reads(monkeypatch):
-    clock, asked, record = Clock(), [], Record()
-    monkeypatch.setattr(callback, "from_chief", lambda make, name: asked.append(name) or make())
+    clock, requested, record = Clock(), [], Record()
+    monkeypatch.setattr(callback, "from_chief", lambda make, name: requested.append(name) or make())
     monkeypatch.setattr(callback, "time", types.SimpleNamespace(monotonic=clock.monotonic))
     trainer = dense_trainer()
     callbacks = [clock, *limit_callbacks(trainer, 2 / 60, None), record]
     trainer.fit(*points(200), 2, epochs=9, verbose=0, callbacks=callbacks)
     # The time suffices for 110 steps. Ranks ask after one and two steps, then after half of the rest.
-    assert 110 <= len(record.logs) <= 112 and len(asked) <= 14
+    assert 110 <= len(record.logs) <= 112 and len(requested) <= 14

@@ -1,4 +1,4 @@
-"""Promise: in every task, a key that the run does not use is an error before any file is read."""
+"""In every task, a key that the run does not use is an error before any file is read."""
 
 import dataclasses
 

@@ -37,7 +37,7 @@ class TestAgainstKeras:
         ],
         ids=["name", "Huber", "function", "classes"],
     )
-    def test_losses_and_metrics(self, units, loss, metrics, batch_size):
+    def test_losses_and_metrics_match_keras(self, units, loss, metrics, batch_size):
         histories, weights = [], []
         x, y = points(num_classes=units if units > 1 else None)
         for make in (dense_trainer, self.keras_model):
@@ -79,7 +79,7 @@ class TestAgainstKeras:
         network.compile(optimizer, loss, **options)
         return network
 
-    def test_sample_weights(self):
+    def test_sample_weights_match_keras(self):
         """The mean is divided by the sum of the weights."""
         x, y = points(num_classes=4)
         sample_weight = np.linspace(0.0, 3.0, 16).astype("float32")
@@ -117,7 +117,7 @@ class TestAgainstKeras:
         for actual, expected in zip(*results, strict=True):
             np.testing.assert_allclose(actual, expected, TRAINING)
 
-    def test_regularizers(self):
+    def test_regularizers_match_keras(self):
         x, y = points()
         weights = []
         for make in (dense_trainer, self.keras_model):

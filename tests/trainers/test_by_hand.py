@@ -148,7 +148,7 @@ class TestByHand:
             {"loss": loss / count, "accuracy": correct / count}, TRAINING
         )
 
-    def test_logged_names_and_values(self, trained):
+    def test_logs_have_the_expected_names_and_values(self, trained):
         trainer, record, history = trained
         step = {"loss", "accuracy", "step_loss", "gradient_norm", "learning_rate"}
         step |= {"tokens_per_second"}
@@ -218,7 +218,7 @@ class TestEquivalentRuns:
         ],
         ids=["tf.data", "steps_per_execution", "jit_compile", "run_eagerly"],
     )
-    def test_fit(self, reference, data, options):
+    def test_fit_matches_numpy(self, reference, data, options):
         network, expected = reference
         # No gradient reaches this norm, so nothing is clipped.
         optimizer = keras.optimizers.SGD(RATE, global_clipnorm=100.0)
@@ -237,7 +237,7 @@ class TestEquivalentRuns:
             assert data.epochs == [0, 1]
 
     @pytest.mark.parametrize("policy", TRAINING_16_BIT)
-    def test_mixed_precision(self, reference, policy):
+    def test_mixed_precision_matches_numpy(self, reference, policy):
         _, expected = reference
         # The scale grows after every second step. Logged norms must not depend on it.
         optimizer = keras.optimizers.SGD(RATE)

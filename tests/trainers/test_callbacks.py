@@ -188,7 +188,7 @@ class TestSacreBleu:
         line = capsys.readouterr().out.splitlines()[0]
         assert line == f"epoch: 1, BLEU = {expected:.2f} ({bleu.signature})"
 
-    def test_several_references(self, model):
+    def test_bleu_uses_several_references(self, model):
         second_references = ["one cat sleeps now here", "a dog is eating the red apple"]
         bleu = SacreBleu(
             SOURCES, [REFERENCES, second_references], lambda sentences: second_references
@@ -196,7 +196,7 @@ class TestSacreBleu:
         fit(model, bleu)
         assert bleu.score == pytest.approx(100.0) and "nrefs:2" in bleu.signature
 
-    def test_every_second_epoch(self, model):
+    def test_scores_only_every_second_epoch(self, model):
         scored = []
 
         def translate(sentences):
@@ -233,7 +233,7 @@ class TestSacreBleu:
     def test_lists_of_different_lengths_raise_errors(self, sources, references, numbers):
         with pytest.raises(ValueError) as error:
             SacreBleu(sources, references, lambda sentences: sentences)
-        assert all(number in str(error.value) for number in numbers)
+        assert all(index in str(error.value) for index in numbers)
 
     def test_missing_translation_raises_an_error(self, model):
         bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: sentences[:1])

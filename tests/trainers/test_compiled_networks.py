@@ -1,4 +1,4 @@
-"""Promise: a compiled network, such as a KerasHub task, keeps its optimizer, loss and metrics."""
+"""A compiled network, such as a KerasHub task, keeps its optimizer, loss and metrics."""
 
 import warnings
 

@@ -53,7 +53,7 @@ def test_micro_batches_do_not_change_the_expert_load():
         with parallel_config(micro_batch_num=micro_batches):
             loads.append(train({"expert_group_size": 4, "capacity_factor": 0.8}).expert_load())
     for first, second in zip(*(load.layers for load in loads)):
-        assert (first.taken, first.choices) == (second.taken, second.choices)
+        assert (first.accepted, first.choices) == (second.accepted, second.choices)
         np.testing.assert_allclose(first.entropy, second.entropy, rtol=1e-5)
 
 

@@ -90,7 +90,7 @@ class TestCallbacks:
         with pytest.raises(InputError, match=r"ModelCheckpoint\(folder\) and fit\(resume=True\)"):
             self.fit(keras.callbacks.BackupAndRestore(tmp_path / "backup"))
 
-    def test_early_stopping(self):
+    def test_early_stopping_stops_and_restores_weights(self):
         early_stopping = keras.callbacks.EarlyStopping("val_loss", min_delta=1e9, patience=2)
         _, _, history = self.fit(early_stopping)
         assert history.epoch == [0, 1, 2]
@@ -105,7 +105,7 @@ class TestCallbacks:
         loss = trainer.evaluate(*points(seed=1), verbose=0, return_dict=True)["loss"]
         assert loss == pytest.approx(lowest, TRAINING)
 
-    def test_model_checkpoint(self, tmp_path):
+    def test_model_checkpoint_saves_every_and_the_best_epoch(self, tmp_path):
         every_epoch = keras.callbacks.ModelCheckpoint(
             tmp_path / "{epoch}.weights.h5", save_weights_only=True
         )
@@ -134,7 +134,7 @@ class TestCallbacks:
         _, record, _ = self.fit(rates, epochs=3)
         assert record["learning_rate"] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.1 / 3, 0.1 / 3])
 
-    def test_tensorboard(self, tmp_path):
+    def test_tensorboard_writes_event_files(self, tmp_path):
         pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
         self.fit(keras.callbacks.TensorBoard(tmp_path, update_freq="batch"), epochs=2)
         files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -27,7 +27,7 @@ from tests.tolerances import TRAINING
         ([None, 0, None], 2, [[0, 2], [1]]),
     ],
 )
-def test_buckets(ids, num_buckets, expected):
+def test_buckets_split_gradients_at_blocks(ids, num_buckets, expected):
     assert buckets(ids, num_buckets) == expected
 
 
@@ -75,7 +75,7 @@ def test_one_process_reduces_nothing():
 )
 @pytest.mark.parametrize("label_type", ["int32", "int64"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_hits(logits, labels, expected, label_type, dtype):
+def test_correct_predictions_match_the_labels(logits, labels, expected, label_type, dtype):
     result = correct_predictions(tf.constant(logits, dtype), tf.constant(labels, label_type))
     assert result.dtype == tf.float32
     np.testing.assert_array_equal(result, expected)

@@ -1,4 +1,4 @@
-"""Promise: the trainer fits a KerasHub task as the task itself does, from raw texts."""
+"""The trainer fits a KerasHub task as the task itself does, from raw texts."""
 
 import warnings
 

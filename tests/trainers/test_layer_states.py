@@ -34,7 +34,7 @@ def stateful_network():
     return network(lambda: [Seen(), Counts()])
 
 
-def test_micro_batches():
+def test_micro_batches_set_states_once_per_step():
     """States are set once per step, logs contain layer metrics, and compiled metrics apply masks."""
     expected = numbers(stateful_network(), **stateful.masked_metrics())
     assert {"seen", "val_seen", "rows", "val_rows"} < set(expected["history"])

@@ -154,7 +154,7 @@ def test_averaged_weights_match_the_ema_formula():
         ("aaaaa", 9, [[0], [1], [2], [3], [4]]),
     ],
 )
-def test_grouped_calls(keys, max_elements, expected):
+def test_calls_group_equal_keys_within_the_limit(keys, max_elements, expected):
     calls = grouped_calls(keys, [1] * len(keys), max_elements)
     assert calls == expected
     assert sorted(i for call in calls for i in call) == list(range(len(keys)))

@@ -29,7 +29,7 @@ def parse_hosts(text: str, name: str) -> dict[str, int]:
     {'a': 2, 'b': 4, 'c': 1}
     """
     hosts = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
@@ -37,8 +37,8 @@ def parse_hosts(text: str, name: str) -> dict[str, int]:
         slots = int(match[2] or match[3] or 1) if match else 0
         if not 0 < slots <= _MAX_SLOTS or match["host"] in hosts:
             raise InputError(
-                f"{name}, line {number}: expected a host that appears only once, with its slots, such "
-                f"as 'node1 slots=4', got {short_repr(line)}."
+                f"{name}, line {line_number}: expected a host that appears only once, with its "
+                f"slots, such as 'node1 slots=4', got {short_repr(line)}."
             )
         hosts[match["host"]] = slots
     if not hosts:

@@ -71,13 +71,16 @@ class Job:
         """Kill the processes that still run after `seconds` seconds."""
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
-    def end(self, number: int) -> None:
-        """Send the signal `number` to all processes. Kill processes that still run after 5 seconds."""
+    def end(self, signal_number: int) -> None:
+        """Send the signal `signal_number` to all processes.
+
+        Kill processes that still run after 5 seconds.
+        """
         self.kill_in(_SECONDS_TO_END)
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+                    os.killpg(process.pid, signal_number)
 
     def wait(self, show: Callable[[int, str, bool], object]) -> tuple[int, int]:
         """Wait until all processes have ended. If one fails, end the others.

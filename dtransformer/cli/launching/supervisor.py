@@ -152,13 +152,16 @@ class Supervisor:
             The exit code: 0 for success, 2 for wrong options, 75 if ranks have saved after a signal,
             130 after Ctrl-C, otherwise 1.
         """
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        before = {
+            signal_number: signal.signal(signal_number, self._on_signal)
+            for signal_number in _SIGNALS
+        }
         try:
             with self._hosts.ended_with_launcher():
                 return self._run()
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for signal_number, handler in before.items():
+                signal.signal(signal_number, handler)
 
     def _run(self):
         failures = 0
@@ -268,16 +271,16 @@ class Supervisor:
             outcome.rank_ended(rank, code)
         return outcome
 
-    def _on_signal(self, number, frame):
+    def _on_signal(self, signal_number, frame):
         is_repeated = self._signal is not None
         before = self._signal_time
-        self._signal = number
+        self._signal = signal_number
         self._signal_time = time.monotonic()
         if self._job is None or self._signal_time < before + _SECONDS_OF_ONE_SIGNAL:
             return
         if is_repeated:
             self._job.end(signal.SIGKILL)
-        elif number == signal.SIGINT:
+        elif signal_number == signal.SIGINT:
             self._job.end(signal.SIGINT)
         else:
             self._job.kill_in(_SECONDS_TO_SAVE)

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from dtransformer.models.generation import logits_rules
-from dtransformer.models.generation.logits_rules import NEVER, is_one_of
+from dtransformer.models.generation.logits_rules import NEVER, is_any
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.generation.search import SpecialIds
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -109,7 +109,7 @@ class BeamSearch:
         tokens = tf.gather(tf.reshape(tokens, [batch_size, -1]), index, batch_dims=1)
         ids = tf.gather(state["alive"], beams, batch_dims=1)
         ids = tf.where(tf.range(self.max_length) == position, tokens[:, :, None], ids)
-        ends = is_one_of(tokens, self._ids.end_ids) | (position + 1 == self.max_length)
+        ends = is_any(tokens, self._ids.end_ids) | (position + 1 == self.max_length)
 
         exists = log_p > NEVER / 2  # excludes candidates of placeholder beams
         score = log_p / compute_length_penalty(position + 1, self._alpha)

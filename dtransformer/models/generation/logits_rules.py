@@ -19,10 +19,10 @@ def without_ids(logits: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
     """Return logits [r, V] with the given ids forbidden."""
     if not ids:
         return logits
-    return tf.where(is_one_of(tf.range(logits.shape[-1]), ids), NEVER, logits)
+    return tf.where(is_any(tf.range(logits.shape[-1]), ids), NEVER, logits)
 
 
-def is_one_of(tokens: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
+def is_any(tokens: tf.Tensor, ids: Sequence[int]) -> tf.Tensor:
     """Return a bool tensor of the shape of `tokens`, True where the token is in `ids`."""
     result = tf.zeros_like(tokens, "bool")
     for token_id in ids:
@@ -94,7 +94,7 @@ def apply_position_rules(
         logits = where(position < options.min_new_tokens, without_ids(logits, end_ids))
     for ids, target_position in ((options.first_ids, 0), (options.last_ids, max_length - 1)):
         if ids:
-            is_allowed = is_one_of(tf.range(logits.shape[-1]), ids)
+            is_allowed = is_any(tf.range(logits.shape[-1]), ids)
             logits = where(
                 position == target_position, tf.where(is_allowed, tf.zeros_like(logits), NEVER)
             )

@@ -9,7 +9,7 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.models.generation import logits_rules
-from dtransformer.models.generation.logits_rules import is_one_of
+from dtransformer.models.generation.logits_rules import is_any
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.parallel.tracing.dropout_seed import random_floats
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -130,7 +130,7 @@ class Sampling:
             "position": position + 1,
             "last": tokens,
             "ids": tf.where(is_current, tokens[:, None], ids),
-            "finished": finished | is_one_of(tokens, self._ids.end_ids),
+            "finished": finished | is_any(tokens, self._ids.end_ids),
         }
 
     def result(self, state: dict) -> tf.Tensor:

@@ -66,8 +66,8 @@ def check_unused_fields(config: ReadFields, path: os.PathLike) -> None:
     Raises:
         InputError: If an unused field changes the meaning of the weights.
     """
-    known = {"quantization_config"} if quantization_form(dict(config)) else set()
-    unused = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
+    read_elsewhere = {"quantization_config"} if quantization_form(dict(config)) else set()
+    unused = {x: y for x, y in config.items() if x not in config.read.keys() | read_elsewhere and y}
     for name in sorted(unused.keys() & _UNSUPPORTED):
         raise InputError(
             f"`{name}={short_repr(unused[name])}` is not supported. Use the unmodified weights."

@@ -26,7 +26,7 @@ def all_gather_json(value, name: str) -> list:
     """
     if job.size() == 1:
         return exchange_json(value, lambda data: data)
-    with job.waiting(f"an exchange between ranks ({name})", range(job.size())):
+    with job.record_wait(f"an exchange between ranks ({name})", range(job.size())):
         return exchange_json(value, _all_gather_named(name, job.current().groups))
 
 

@@ -269,7 +269,7 @@ def _run(operation, x, group, name, **options):
     key |= {"name": name, "process_set": group.process_set}
     # NCCL does not accept two ranks on one GPU, so logical GPUs communicate over the host.
     place = tf.device("/CPU:0") if logical_gpus() > 1 else contextlib.nullcontext()
-    with job.waiting(f"{operation} {name!r}", group.ranks), place:
+    with job.record_wait(f"{operation} {name!r}", group.ranks), place:
         return getattr(job.horovod(), operation)(x, **key, **options)
 
 

@@ -308,11 +308,13 @@ class TransformerOpParallelConfig(validators.Checked):
         Raises:
             ValueError: If the product of the degrees is not the number of devices.
         """
-        others = self.model_parallel * self.context_parallel * self.pipeline_stage
+        other_degrees = self.model_parallel * self.context_parallel * self.pipeline_stage
         num_devices = num_ranks * local_devices
-        data = self.data_parallel if self.data_parallel is not None else num_devices // others
-        if data * others != num_devices:
-            needed = others if self.data_parallel is None else data * others
+        data = (
+            self.data_parallel if self.data_parallel is not None else num_devices // other_degrees
+        )
+        if data * other_degrees != num_devices:
+            needed = other_degrees if self.data_parallel is None else data * other_degrees
             multiple = "a multiple of " if self.data_parallel is None else ""
             devices = f" of {local_devices} local devices each" if local_devices > 1 else ""
             kind = "devices" if local_devices > 1 else "ranks"

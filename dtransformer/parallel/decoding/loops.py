@@ -207,12 +207,12 @@ class _StagedDecoding:
 
     def _compute_cache(self, source, _):
         decoding = self._make()
-        source = self._devices.numbers(source, self._shape)
+        source = self._devices.unpack_scalars(source, self._shape)
         return [], decoding.encode(source, decoding.search.max_length)
 
     def _compute_logits(self, inputs, cache):
         decoding = self._make()
-        unpack = self._devices.numbers
+        unpack = self._devices.unpack_scalars
         rows = [self._shape[0] * decoding.search.num_beams]
         shapes = {"last": rows, "beams": rows, "position": []}
         state = {name: unpack(inputs[name], shape) for name, shape in shapes.items()}
@@ -229,7 +229,7 @@ class _StagedDecoding:
             return self._run(source, tf.constant([seed, 0]))
 
     def _run(self, source, seed):
-        put = self._devices.put_numbers
+        put = self._devices.put_scalars
         decoding = self._make(seed)
         search = decoding.search
         state = search.start(decoding.texts(source))

@@ -101,10 +101,10 @@ class TokenGroups:
 
         The input must have the layout of `of_sequences`.
         """
-        x = self.of_activations(x)
+        x = self.group_activations(x)
         if not (isinstance(self._padding, int) and self._padding == 0):
             paddings = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
-            x = self.of_activations(tf.pad(x, paddings))
+            x = self.group_activations(tf.pad(x, paddings))
         return self.relayout(tf.reshape(x, [*self._groups, self.size or -1, *x.shape[2:]]))
 
     def join(self, x: tf.Tensor) -> tf.Tensor:
@@ -112,17 +112,17 @@ class TokenGroups:
         batch, length = self._shape
         x = self.relayout(x)
         x = tf.reshape(x, [batch, length + self._padding, *x.shape[len(self.axes) + 1 :]])
-        return self.of_sequences(self.of_sequences(x)[:, :length])
+        return self.group_rows(self.group_rows(x)[:, :length])
 
     def relayout(self, x: tf.Tensor) -> tf.Tensor:
         """Lay out a tensor of all groups `[g, ...]` over the mesh axes of the groups."""
         return shard_first(x, self.axes)
 
-    def of_sequences(self, x: tf.Tensor) -> tf.Tensor:
+    def group_rows(self, x: tf.Tensor) -> tf.Tensor:
         """Lay out a tensor `[b, s, ...]` so that `split` needs no communication."""
         return shard_first(x, self._sequence_axes)
 
-    def of_activations(self, x: tf.Tensor) -> tf.Tensor:
+    def group_activations(self, x: tf.Tensor) -> tf.Tensor:
         """Lay out a tensor `[b, s, ...]` and its gradient as `of_sequences` does.
 
         DTensor cannot add several gradients of a tensor if their layout is not specified.

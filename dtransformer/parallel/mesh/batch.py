@@ -50,13 +50,13 @@ def put_batch(inputs, labels, sample_weight: tf.Tensor | None) -> tuple:
     return put_sharded((inputs, labels, sample_weight))
 
 
-def rows_added(number: int) -> int:
+def rows_added(num_rows: int) -> int:
     """Return the number of zero rows to append so that every device gets the same number of rows.
 
     An empty batch gets one row per shard, because every device needs a row.
     """
     axis = axis_size(mesh_axis("batch"))
-    return -number % axis if number else axis
+    return -num_rows % axis if num_rows else axis
 
 
 def num_rows(batch) -> int:
@@ -81,7 +81,7 @@ def num_rows(batch) -> int:
     return counts.pop()
 
 
-def put_numbers(numbers) -> tf.Tensor:
+def put_scalars(numbers) -> tf.Tensor:
     """Put numbers that change between steps on the mesh, replicated and flattened.
 
     DTensor treats tensors of fewer than 256 elements as constants and compiles the function again

@@ -57,7 +57,7 @@ class MeshFunction:
         mapping = list(zip(self._variables, weights))
         ranks = job.model_parallel_group().ranks
         # Functions in the computation may wait for other ranks.
-        waiting = job.waiting("a computation on the mesh", ranks)
+        waiting = job.record_wait("a computation on the mesh", ranks)
         captures = _compat.replace_captures(self._replicate_captured)
         scope = keras.StatelessScope(mapping, collect_losses=True)
         with scope, self._on_mesh(), waiting, captures:

@@ -62,7 +62,7 @@ def depend_on(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
     return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
 
 
-def prevent_reuse(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
+def prevent_reuse(x: tf.Tensor, depends_on: tf.Tensor) -> tf.Tensor:
     """Return x in a form that prevents XLA from reusing earlier results computed from x.
 
     XLA would store these results in memory, which is often slower than to compute them twice.
@@ -70,10 +70,10 @@ def prevent_reuse(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
 
     Args:
         x: A tensor.
-        known: Tensor that is computed before x is used again, see `depend_on`.
+        depends_on: Tensor that is computed before x is used again, see `depend_on`.
     """
     is_fused = _compat.is_compiled_by_xla() or tf.config.optimizer.get_jit()
-    return depend_on(x, known) if is_fused else tf.identity(x)
+    return depend_on(x, depends_on) if is_fused else tf.identity(x)
 
 
 def delay_seed(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:

@@ -46,7 +46,7 @@ def sum_to_features(x: tf.Tensor, rank: int = 1) -> tf.Tensor:
     return tf.reduce_sum(x, axis=list(range(x.shape.rank - rank)))
 
 
-def mean_of_features(
+def mean_over_features(
     x: tf.Tensor, weights: tf.Tensor | None = None, axes: int | tuple[int, ...] = -1
 ) -> tf.Tensor:
     """Return the mean of x · weights over the features, with `keepdims`: `[..., h]` -> `[..., 1]`.

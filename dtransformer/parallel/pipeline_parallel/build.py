@@ -34,7 +34,10 @@ Call = tuple[Hashable, Sequence[Hashable]]
 
 
 def assign_by_use(
-    calls: Sequence[Call], ends: Sequence[Hashable], given: Mapping[Hashable, int], num_chunks: int
+    calls: Sequence[Call],
+    ends: Sequence[Hashable],
+    fixed_chunks: Mapping[Hashable, int],
+    num_chunks: int,
 ) -> dict[Hashable, int]:
     """Assign layers without a model chunk to the chunks of connected layers.
 
@@ -44,11 +47,11 @@ def assign_by_use(
     Args:
         calls: Sequence of the calls of all layers, in order.
         ends: Sequence of the layers that the network's outputs depend on.
-        given: Mapping from layers to the chunks that they already have.
+        fixed_chunks: Mapping from layers to the chunks that they already have.
         num_chunks: Integer. Number of chunks of the network.
 
     Returns:
-        A dict of the assigned chunks, without the layers in `given`.
+        A dict of the assigned chunks, without the layers in `fixed_chunks`.
 
     Example: an embedding, two blocks, a second embedding that only the last block needs, and a
     head.
@@ -57,10 +60,10 @@ def assign_by_use(
     >>> assign_by_use(calls, ["head"], {"b0": 0, "b1": 1}, 2)
     {'head': 1, 'more': 1, 'in': 0}
     """
-    places = dict(given)
+    places = dict(fixed_chunks)
     for layer, sources in calls:
         chunks = [places[source] for source in sources if source in places]
-        if layer not in given and chunks:
+        if layer not in fixed_chunks and chunks:
             places[layer] = max([*chunks, places.get(layer, 0)])
     users = {}
     for layer, sources in [*calls, (None, ends)]:
@@ -70,7 +73,7 @@ def assign_by_use(
         if layer not in places:
             chunks = [places.get(user, num_chunks - 1) for user in users.get(layer, [None])]
             places[layer] = min(chunks)
-    return {layer: chunk for layer, chunk in places.items() if layer not in given}
+    return {layer: chunk for layer, chunk in places.items() if layer not in fixed_chunks}
 
 
 def assign_evenly(sizes: Mapping[Hashable, int], num_chunks: int) -> dict[Hashable, int]:
@@ -152,7 +155,7 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
     if loss_parts:
         parts += loss_parts
         recorder = _record_calls(network, specs, parts)
-    if _compat.adds_losses(network):
+    if _compat.may_add_losses(network):
         raise ValueError(
             f"{network.name} adds a loss in its call, which no stage of a pipeline computes. Add it in "
             "a layer."
@@ -195,7 +198,7 @@ def _unplaced_parts(layer, adds_losses=False):
         elif (
             inner.variables
             or inner.metrics
-            or (adds_losses and any(map(_compat.adds_losses, _compat.flat_layers(inner))))
+            or (adds_losses and any(map(_compat.may_add_losses, _compat.flat_layers(inner))))
         ):
             parts.append(inner)
     return list(dict.fromkeys(parts))

@@ -79,7 +79,7 @@ class ChunkFunctions:
             scope = contextlib.nullcontext()
             if layers is not None:
                 packed_ids, *args = args
-                ids = self._devices.numbers(packed_ids, [len(layers.random_layers)])
+                ids = self._devices.unpack_scalars(packed_ids, [len(layers.random_layers)])
                 scope = layers.use_random_ids(ids)
             with scope, view(chunk_view):
                 results = self._compute(chunk, *args)

@@ -30,21 +30,21 @@ class Result:
     Args:
         layer: The layer.
         call: String. Name of the call, identical on all ranks.
-        number: Integer. Index among the flattened results of the call, or `None` for a mask.
+        index: Integer. Index among the flattened results of the call, or `None` for a mask.
         name: String, identical on all ranks.
         spec: `tf.TensorSpec` of the result.
     """
 
     layer: object
     call: str
-    number: int | None
+    index: int | None
     name: str
     spec: tf.TensorSpec
 
     @property
     def is_weight(self) -> bool:
         """True if the result is a weight, so that other chunks can store a copy of it."""
-        return self.number in self.layer.weight_outputs
+        return self.index in self.layer.weight_outputs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ class _Waited(concurrent.futures.Future):
 
     def result(self, timeout=None):
         """Wait for the result and report the wait."""
-        with job.waiting(self._description, [self._rank]):
+        with job.record_wait(self._description, [self._rank]):
             return super().result(timeout)
 
 

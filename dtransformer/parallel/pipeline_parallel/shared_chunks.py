@@ -63,7 +63,7 @@ def _find_blocks(network, blocks):
     return None, None
 
 
-def number_of_blocks(network: keras.Model) -> int:
+def count_blocks(network: keras.Model) -> int:
     """Return the number of blocks that can share functions.
 
     It counts the blocks in stacks of this package. With experts it is 0.

@@ -19,8 +19,8 @@ from dtransformer.parallel.mesh.axis_rules import (
 from dtransformer.parallel.mesh.batch import (
     local_value,
     put_batch,
-    put_numbers,
     put_replicated,
+    put_scalars,
     put_sharded,
 )
 from dtransformer.parallel.mesh.function import MeshFunction, wait
@@ -49,14 +49,14 @@ class LocalExecutor:
     compiles_whole_graphs = measures = False
 
     def compile(
-        self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
+        self, function: Callable, trained: list[keras.Variable], constants: list[keras.Variable]
     ):
         """Compile a function of a chunk.
 
         Args:
             function: Function to compile.
             trained: List of the trained weights that the function reads.
-            others: List of the other weights that the function reads.
+            constants: List of the other weights that the function reads.
 
         Returns:
             A function of `(weights, *args)`. `weights` is the result of its method `weights()`: the
@@ -75,17 +75,17 @@ class LocalExecutor:
     # Convert nested inputs, or numbers that change between steps, for compiled functions.
     # `replicate` lays out nested results inside a function for `local`, which converts them to
     # local tensors.
-    put_sharded = put_numbers = replicate = local = staticmethod(lambda given: given)
+    put_sharded = put_scalars = replicate = local = staticmethod(lambda value: value)
     # Lay out the value of a `CrossStageTensor` inside a function, split a list of values into this
     # rank's shards, and join shards to values.
-    relayout = shards = from_shards = staticmethod(lambda tensors, given: given)
+    relayout = shards = from_shards = staticmethod(lambda tensors, value: value)
 
     def put_loss_gradient(self):
         """Return the gradient of a loss with respect to itself."""
         return tf.ones([])
 
-    def numbers(self, put, shape):
-        """Undo `put_numbers` inside a compiled function."""
+    def unpack_scalars(self, put, shape):
+        """Undo `put_scalars` inside a compiled function."""
         return put
 
     def shard_specs(self, tensors: list[CrossStageTensor]) -> list[tuple]:
@@ -145,15 +145,15 @@ class MeshExecutor(LocalExecutor):
         # Cache the local shards of a `CrossStageTensor`.
         self._local_shards = functools.cache(lambda x: LocalShards(x.shape, self._specs(x)))
 
-    def compile(self, function, trained, others):
-        return _FunctionOnMesh(function, trained, others)
+    def compile(self, function, trained, constants):
+        return _FunctionOnMesh(function, trained, constants)
 
     def cache_key(self, dataflow):
         return dataflow.tensors, repr(dataflow.outputs)
 
     put_batch = staticmethod(put_batch)
     put_sharded = staticmethod(put_sharded)
-    put_numbers = staticmethod(put_numbers)
+    put_scalars = staticmethod(put_scalars)
     replicate = staticmethod(replicate)
     gradient_shards = staticmethod(unpacked)
     wait = staticmethod(wait)
@@ -161,7 +161,7 @@ class MeshExecutor(LocalExecutor):
     def put_loss_gradient(self):
         return put_replicated(tf.ones([]))
 
-    def numbers(self, put, shape):
+    def unpack_scalars(self, put, shape):
         return tf.reshape(put[: tf.TensorShape(shape).num_elements()], shape)
 
     def relayout(self, tensor, x):
@@ -201,10 +201,10 @@ class _FunctionOnMesh(MeshFunction):
 
     is_new = False
 
-    def __init__(self, function, trained, others):
-        super().__init__(function, [*trained, *others], gradients=True)
+    def __init__(self, function, trained, constants):
+        super().__init__(function, [*trained, *constants], gradients=True)
         self.trained = trained
-        self._other_weights = others
+        self._other_weights = constants
         self.compilation = self
 
     @staticmethod
@@ -219,16 +219,16 @@ class _FunctionOnMesh(MeshFunction):
     def __call__(self, weights, *args):
         return self.call(weights, self.trained, self._other_weights, *args)
 
-    def call(self, weights, trained, others, *args):
+    def call(self, weights, trained, constants, *args):
         """Call the function with other variables of the same shapes. See `shared_chunks`."""
         # Gradients are traced when the function is called.
         with trace.on_mesh(), _compat.copy_constants():
-            variables = [*trained, *others]
-            return self.run([*weights, *map(packed, others)], *args, variables=variables)
+            variables = [*trained, *constants]
+            return self.run([*weights, *map(packed, constants)], *args, variables=variables)
 
     def put(self, numbers):
         """Convert a list of integers to an argument."""
-        return put_numbers(tf.constant(numbers or [0], "int32"))
+        return put_scalars(tf.constant(numbers or [0], "int32"))
 
     def _trace(self, weights, args):
         self.is_new = True

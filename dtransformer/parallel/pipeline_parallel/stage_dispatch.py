@@ -83,12 +83,12 @@ def make_zeros(spec, args: tuple, kwargs: dict):
     return tf.zeros([dim if size is None else size for size, dim in sizes], spec.dtype)
 
 
-def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) -> None:
+def check_output(layer, index: int, x: tf.Tensor, args: tuple, kwargs: dict) -> None:
     """Check a layer's output against its declared shape and dtype.
 
     Args:
         layer: The layer.
-        number: Integer. Index among the flattened results.
+        index: Integer. Index among the flattened results.
         x: The result, a tensor.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
@@ -97,11 +97,11 @@ def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) ->
         ValueError: If the shape or the dtype differs from the layer's output spec.
     """
     specs = dict(enumerate(tf.nest.flatten(output_specs(layer, args, kwargs))))
-    spec = specs.get(number)
+    spec = specs.get(index)
     if spec is None or not x.shape.is_compatible_with(spec.shape) or x.dtype != spec.dtype:
         declared = "no such result" if spec is None else f"{spec.dtype} {tuple(spec.shape)}"
         raise ValueError(
-            f"Result {number} of {layer.path} is {x.dtype.name} {tuple(x.shape)}, but the layer "
+            f"Result {index} of {layer.path} is {x.dtype.name} {tuple(x.shape)}, but the layer "
             f"declares {declared}, which other pipeline stages rely on. Give the layer a "
             "`compute_output_shape`, or a `compute_output_spec` if results are not of its compute "
             "dtype."
@@ -213,9 +213,9 @@ class ChunkView:
                 self.sent[mask_name(name, i)] = _compat.get_keras_mask(x)
 
 
-def mask_name(call: str, number: int) -> str:
+def mask_name(call: str, index: int) -> str:
     """Return the name of the mask that a call sets on one of its results."""
-    return f"{call}:{number}.mask"
+    return f"{call}:{index}.mask"
 
 
 class CallNames:

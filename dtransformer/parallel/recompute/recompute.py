@@ -119,7 +119,7 @@ def recomputed(
         # second one unshards the saved inputs.
         args = [*map(unshard, args[:num_inputs]), *args[num_inputs:]]
         sums = []
-        results, others = run(args, seed, sums)
+        results, auxiliary = run(args, seed, sums)
         saved_inputs = [shard(x) for x in args[:num_inputs]]
 
         def gradient(dy, *other_gradients):
@@ -139,7 +139,7 @@ def recomputed(
             inputs = [x if x is None else unshard(x) for x in gradients[:num_inputs]]
             return [*inputs, *gradients[num_inputs:]]
 
-        return [*results, *others], gradient
+        return [*results, *auxiliary], gradient
 
     def report(losses, metrics):
         if add_loss is not None:

@@ -156,16 +156,16 @@ def alone() -> Iterator[None]:
 def barrier() -> None:
     """Wait until every rank calls this function."""
     if current().hvd is not None:
-        with waiting("the barrier", range(current().size)):
+        with record_wait("the barrier", range(current().size)):
             current().hvd.allreduce(tf.zeros([]), name="dtransformer.barrier")
 
 
-def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContextManager:
-    """Return a context manager that records a wait for ranks. See `ActivityTracker.waiting`."""
+def record_wait(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContextManager:
+    """Return a context manager that records a wait for ranks. See `ActivityTracker.record_wait`."""
     if not tf.executing_eagerly():  # Tracing a function sends nothing.
         activity.traces_collective()
         return contextlib.nullcontext()
-    return activity.waiting(collective, [rank for rank in ranks if rank != current().rank])
+    return activity.record_wait(collective, [rank for rank in ranks if rank != current().rank])
 
 
 # The watchdog reads this rank's activity. These are methods of the `ActivityTracker`.
@@ -241,7 +241,7 @@ def new_group(ranks: Iterable[int]) -> Group:
             job pass different `ranks`, or if Horovod was started without
             HOROVOD_DYNAMIC_PROCESS_SETS=1. Every rank raises the error.
     """
-    with tf.init_scope(), waiting("new_group", range(current().size)):
+    with tf.init_scope(), record_wait("new_group", range(current().size)):
         return current().groups.new(ranks)
 
 
@@ -255,4 +255,4 @@ def agreed_group(ranks: Iterable[int]) -> Group:
 
 def known_group(ranks: Iterable[int]) -> Group | None:
     """Return the group of `ranks`, or `None` if no group of them exists in any order."""
-    return current().groups.known(ranks)
+    return current().groups.find(ranks)

@@ -129,7 +129,7 @@ class ProcessGroups:
         groups = {ranks: self.agreed(ranks) for ranks in dict.fromkeys(group_of_rank)}
         return groups[group_of_rank[self._rank]]
 
-    def known(self, ranks: Iterable[int]) -> Group | None:
+    def find(self, ranks: Iterable[int]) -> Group | None:
         """Return the group of `ranks`, or `None` if no group of them exists in any order."""
         ranks = tuple(ranks)
         return self.agreed(ranks) if tuple(sorted(ranks)) in self._process_sets else None

@@ -114,12 +114,12 @@ def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None
         file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def trace(timeline: Timeline, number: int, title: str) -> list[dict]:
+def trace(timeline: Timeline, process_id: int, title: str) -> list[dict]:
     """Return the events of a timeline in the Trace Event Format, with one row per stage.
 
     Args:
         timeline: `Timeline` in seconds. The result has microseconds.
-        number: Integer. Process id of the rows.
+        process_id: Integer. Process id of the rows.
         title: String. Name of the process. The idle fraction is appended.
 
     Returns:
@@ -129,7 +129,7 @@ def trace(timeline: Timeline, number: int, title: str) -> list[dict]:
     names = [("process_name", 0, f"{title}: {timeline.bubble:.1%} idle")]
     names += [("thread_name", stage, f"stage {stage}") for stage in range(timeline.num_stages)]
     metadata = [
-        {"name": kind, "ph": "M", "pid": number, "tid": row, "args": {"name": name}}
+        {"name": kind, "ph": "M", "pid": process_id, "tid": row, "args": {"name": name}}
         for kind, row, name in names
     ]
     return metadata + [
@@ -139,7 +139,7 @@ def trace(timeline: Timeline, number: int, title: str) -> list[dict]:
             "ph": "X",
             "ts": round((event.start - start) * 1e6, 1),
             "dur": round((event.end - event.start) * 1e6, 1),
-            "pid": number,
+            "pid": process_id,
             "tid": event.stage,
             "args": {"micro_batch": event.instruction.micro_batch},
         }

@@ -12,7 +12,7 @@ def static_or_dynamic_shape(x: tf.Tensor) -> list:
     return [dynamic[i] if size is None else size for i, size in enumerate(shape)]
 
 
-def number_of_rows(x: tf.Tensor) -> int | tf.Tensor:
+def count_rows(x: tf.Tensor) -> int | tf.Tensor:
     """Return the first dimension of a tensor or ragged tensor: an int, or a scalar if unknown."""
     return tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
 

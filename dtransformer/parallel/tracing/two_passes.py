@@ -182,7 +182,7 @@ class _Graph:
         tensors = dict(zip(self.arguments, map(_compat.captured, arguments), strict=True))
         read = {name for node in self.definition.node for name in map(_tensor_name, node.input)}
         computed = [name for name in self.results if name not in tensors]
-        _compat.add_functions_of(self.source)
+        _compat.copy_functions(self.source)
         copies = tf.graph_util.import_graph_def(
             self.definition,
             input_map={name: x for name, x in tensors.items() if name in read},

@@ -73,18 +73,18 @@ class ActivityTracker:
         self._start = time.monotonic()
 
     @contextlib.contextmanager
-    def waiting(self, collective: str, others: Sequence[int]) -> Iterator[None]:
+    def record_wait(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
         """Record that the `with` block waits for other ranks, in any thread.
 
         Args:
             collective: Description of the collective. Nested waits keep the outer one.
-            others: Sequence of the awaited ranks.
+            ranks: Sequence of the awaited ranks.
         """
         thread = threading.get_ident()
         if thread in self._waits:
             yield
             return
-        self._waits[thread] = time.monotonic(), f"{collective} for {describe_ranks(others)}"
+        self._waits[thread] = time.monotonic(), f"{collective} for {describe_ranks(ranks)}"
         try:
             yield
         finally:

@@ -269,7 +269,9 @@ class Hub(End):
 
     def _get_rank(self, line):
         if line not in self._expected:
-            raise Closed("The line names no rank, or a rank that is already connected.")
+            raise Closed(
+                "The first line of a connection must name a rank that is not connected yet."
+            )
         return self._expected[line]
 
     def close(self) -> None:

@@ -222,11 +222,11 @@ class Watchdog:
     def _report_straggler(self):
         slow = self._stragglers.check(self._watch.local_seconds())
         if slow is not None:
-            rank, own, others = slow
+            rank, seconds, other_seconds = slow
             print(
                 f"dtransformer: rank {rank} on host {self.hosts[rank]} slows down the job: data "
-                f"and callbacks take {own:.3f} s between two steps, compared with {others:.3f} s "
-                "on the other ranks.",
+                f"and callbacks take {seconds:.3f} s between two steps, compared with "
+                f"{other_seconds:.3f} s on the other ranks.",
                 file=sys.stderr,
             )
 

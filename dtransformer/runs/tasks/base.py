@@ -263,7 +263,7 @@ class Task(abc.ABC):
                 texts(),
                 options.vocab_size or DEFAULT_VOCAB_SIZE,
                 lower_case=options.lower_case,
-                at_most=options.vocab_size is None,
+                allow_smaller=options.vocab_size is None,
             )
 
     def load_tokenizer(self, run: pathlib.Path) -> None:

@@ -29,7 +29,7 @@ class ChatRecords(RecordTask):
     def texts(self, record, place) -> list[str]:
         return list(_strings([record[key] for key in _TEXT_KEYS if key in record]))
 
-    def resolve_options(self, found) -> None:
+    def resolve_options(self, records) -> None:
         template = self.config.data.template
         if self.old_run is not None:
             return  # The tokenizer of the old run contains the template.
@@ -64,13 +64,13 @@ class ChatRecords(RecordTask):
         rows = self.encode_rendered(texts, [place for place, _ in records])
         return [[row] for row in rows]
 
-    def encode_rendered(self, found, places) -> list[tuple]:
+    def encode_rendered(self, texts, places) -> list[tuple]:
         """Encode rendered texts as (ids, labels) pairs, see `datasets.chat_records.label_spans`.
 
         Plain texts get the tokenizer's start and end tokens. Conversations have their template's.
 
         Args:
-            found: List of `Rendered` texts.
+            texts: List of `Rendered` texts.
             places: List of their positions in files, for error messages.
 
         Raises:
@@ -78,9 +78,9 @@ class ChatRecords(RecordTask):
         """
         start = self.tokenizer.start_id
         end = self.tokenizer.end_id
-        encoded = self.tokenizer.encode_with_offsets([item.text for item in found])
+        encoded = self.tokenizer.encode_with_offsets([item.text for item in texts])
         rows = []
-        for item, (ids, offsets, _), place in zip(found, encoded, places, strict=True):
+        for item, (ids, offsets, _), place in zip(texts, encoded, places, strict=True):
             labels = label_spans(ids, offsets, item.spans)
             if item.is_plain and start is not None and ids[:1] != [start]:
                 ids = [start, *ids]

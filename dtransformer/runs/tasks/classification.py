@@ -114,8 +114,8 @@ class LabelTask(RecordTask):
         tokens = np.full(length, records.pad_id, np.int32)
         mask = np.zeros(length, np.int32)
         types = np.zeros(length, np.int32)
-        for number in indices:
-            ids, row_types = records.sequence(int(number))
+        for index in indices:
+            ids, row_types = records.sequence(int(index))
             tokens[: len(ids)] = ids
             mask[: len(ids)] = 1
             types[: len(ids)] = np.maximum(row_types, 0)
@@ -131,12 +131,12 @@ class Classification(LabelTask):
         """Number of labels."""
         return len(self.config.data.labels)
 
-    def resolve_options(self, found) -> None:
+    def resolve_options(self, records) -> None:
         options = self.config.data
         if not options.labels:
             names = {
                 label
-                for source in found.get("train", ())
+                for source in records.get("train", ())
                 for place, record in source
                 for label in self.get_label_names(record, place)
             }

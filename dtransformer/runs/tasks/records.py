@@ -65,11 +65,11 @@ class RecordTask(Task):
         placed = itertools.chain.from_iterable(parts["train"])
         return sample_evenly(text for place, record in placed for text in self.texts(record, place))
 
-    def resolve_options(self, found: dict[str, list[list[Placed]]]) -> None:
+    def resolve_options(self, records: dict[str, list[list[Placed]]]) -> None:
         """Set options that depend on all records, such as the names of their labels.
 
         Args:
-            found: Dict by part, "train" and "dev". Each value has one list per source, with
+            records: Dict by part, "train" and "dev". Each value has one list per source, with
                 (place, record) pairs.
         """
 
@@ -106,11 +106,11 @@ class RecordTask(Task):
                 group, group_targets = self.encode(source[start : start + _GROUP_SIZE])
                 source_rows += map(_as_int32, group)
                 source_targets += group_targets or ()
-            kept, source_rows = prepared_lengths(
+            indices, source_rows = prepared_lengths(
                 source_rows, options.length, longer, f"Records ({name})"
             )
             rows += source_rows
-            targets += [source_targets[index] for index in kept] if source_targets else []
+            targets += [source_targets[index] for index in indices] if source_targets else []
             sizes.append(len(source_rows))
         encoded = EncodedRecords(rows, targets or None, self.tokenizer.pad_id or 0)
         if min(sizes) == 0:

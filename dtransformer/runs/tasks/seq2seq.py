@@ -43,7 +43,7 @@ class Seq2Seq(RecordTask):
         arguments = self.network.arguments
         sides = []
         for side in (0, 1):
-            rows = [records.sequence(number, side)[0] for number in range(len(records))]
+            rows = [records.sequence(index, side)[0] for index in range(len(records))]
             sides.append((np.concatenate(rows), np.cumsum([0, *map(len, rows)])))
         return TranslationBatches(
             *sides,

@@ -85,8 +85,8 @@ class TokenClassification(Classification):
         labels = np.full(length, IGNORED, np.int32)
         inputs = self.row(records, indices, length)
         inputs.pop("token_types", None)  # `row` filled them with labels.
-        for number in indices:
-            row_labels = records.sequence(int(number))[1]
+        for index in indices:
+            row_labels = records.sequence(int(index))[1]
             labels[: len(row_labels)] = row_labels
         return inputs, labels
 

@@ -39,10 +39,8 @@ class Translation(Task):
         """Return the training pairs without empty, unbalanced and, if requested, repeated pairs."""
         options = self.config.data
         *pairs, counts = clean_pairs(*pairs, max_ratio=options.max_ratio, distinct=options.distinct)
-        left_out = [
-            f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count
-        ]
-        self._summary = f"Training pairs: {', '.join(left_out)}"
+        skipped = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+        self._summary = f"Training pairs: {', '.join(skipped)}"
         return pairs
 
     def summary_lines(self) -> list[str]:

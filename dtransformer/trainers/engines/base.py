@@ -19,7 +19,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
-from dtransformer.parallel.tracing.tensor_specs import number_of_rows
+from dtransformer.parallel.tracing.tensor_specs import count_rows
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers.compile_checks import find_trained_batch_norms
@@ -240,7 +240,7 @@ class ForwardStep:
 
     def batch_fraction(self, inputs, counts):
         """Return the fraction of the global batch's rows that `inputs` contain."""
-        rows = number_of_rows(tf.nest.flatten(inputs)[0])
+        rows = count_rows(tf.nest.flatten(inputs)[0])
         return tf.math.divide_no_nan(tf.cast(rows, "float32"), self.objective.num_rows(counts))
 
     def _check_added_means(self, losses):

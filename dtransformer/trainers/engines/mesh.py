@@ -14,12 +14,12 @@ from dtransformer.parallel.mesh.batch import (
     local_value,
     num_rows,
     put_batch,
-    put_numbers,
+    put_scalars,
     put_sharded,
     rows_added,
 )
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.pipeline_parallel.shared_chunks import number_of_blocks
+from dtransformer.parallel.pipeline_parallel.shared_chunks import count_blocks
 from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit
 from dtransformer.trainers.compile_checks import find_trained_batch_norms
@@ -60,7 +60,7 @@ class MeshEngine(Engine):
         self._consistency.check((inputs, labels, sample_weight), "train")
         batch = put_batch(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
-        gradients, outputs, sums = self._train(*batch, *map(put_numbers, scalars))
+        gradients, outputs, sums = self._train(*batch, *map(put_scalars, scalars))
         self._check_added_rows(inputs, self._train, training=True)
         weights = self._step.network.trainable_variables
         shards = [
@@ -73,7 +73,7 @@ class MeshEngine(Engine):
     def evaluate(self, inputs, labels, sample_weight, counts):
         self._consistency.check((inputs, labels, sample_weight), "test")
         batch = put_batch(inputs, labels, sample_weight)
-        outputs, sums = self._test(*batch, put_numbers(counts))
+        outputs, sums = self._test(*batch, put_scalars(counts))
         self._check_added_rows(inputs, self._test)
         return _remove_added_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
@@ -132,7 +132,7 @@ class MeshEngine(Engine):
 
 def _warn_slow_compilation(network):
     """Warn if the network is so deep that its first step takes long to compile."""
-    num_blocks = number_of_blocks(network)
+    num_blocks = count_blocks(network)
     may_have_chunks = not settings_without_chunks(get_parallel_config())
     if num_blocks >= MANY_BLOCKS and may_have_chunks and job.is_chief():
         warnings.warn(

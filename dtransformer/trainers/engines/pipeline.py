@@ -124,8 +124,8 @@ class PipelineEngine(Engine):
         batches = [take_shard(batch, k, m) for k in range(m)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*micro_batch) for micro_batch in batches]
-        counts = self.devices.put_numbers(scalars.counts)
-        loss_scale = self.devices.put_numbers(scalars.loss_scale)
+        counts = self.devices.put_scalars(scalars.counts)
+        loss_scale = self.devices.put_scalars(scalars.loss_scale)
         step_args = (batches, rows // m, counts, loss_scale, scalars.seed)
         self._prepare(*step_args)
         step = PipelineStep(self, *step_args)
@@ -172,7 +172,7 @@ class PipelineEngine(Engine):
         step = self._step
         job.record_compilation()
         deferring = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
-        with training_forward(devices.numbers(seed, [2])) as reported, deferring as deferred:
+        with training_forward(devices.unpack_scalars(seed, [2])) as reported, deferring as deferred:
             outputs, changes = step.outputs_and_states(inputs, True, self._layers(chunk))
         sums = step.layer_sums(changes, inputs, counts, reported)
         if chunk == self.placement.last_chunk:
@@ -181,7 +181,7 @@ class PipelineEngine(Engine):
         outputs = step.metric_outputs(outputs) if chunk == self.placement.last_chunk else None
         losses = get_chunk_losses(self.network, chunk, self.placement)
         sums["added"] = step.added_loss(losses, inputs, counts)
-        loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
+        loss = (sums.get("loss", 0.0) + sums["added"]) * devices.unpack_scalars(loss_scale, [])
         return devices.replicate((loss, sums, outputs, deferred))
 
     def _layers(self, chunk=None):
@@ -228,7 +228,7 @@ class PipelineEngine(Engine):
         self._consistency.check((inputs, labels, sample_weight), "test")
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
-        (outputs, sums), chunk_sums = self._evaluate((*batch, self.devices.put_numbers(counts)))
+        (outputs, sums), chunk_sums = self._evaluate((*batch, self.devices.put_scalars(counts)))
         outputs = tf.nest.map_structure(lambda x: None if x is None else x[:rows], outputs)
         for added in chunk_sums.values():
             for name, x in self.devices.local(added).items():

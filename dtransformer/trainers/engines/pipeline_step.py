@@ -167,7 +167,7 @@ class PipelineStep:
         devices = self._devices
         crossing = self.dataflow.received_by(chunk)
         received = self._take_tensors(crossing, _activations(k, chunk - 1)) if chunk else []
-        seed = devices.put_numbers(micro_batch_seed(self._seed, k, len(self._batches)))
+        seed = devices.put_scalars(micro_batch_seed(self._seed, k, len(self._batches)))
         function = self._engine.function(chunk, self.dataflow)
         if chunk not in self._weights:
             self._weights[chunk] = function.weights()

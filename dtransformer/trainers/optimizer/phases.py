@@ -107,8 +107,8 @@ class Reduction:
             reduced.append(gradient)
         for positions, name in self._collectives:
             self._sum(reduced, positions, name)
-        kept = reduced if self._level >= 2 else gradients
-        self.gradient_bytes = sum(math.prod(x.shape) * x.dtype.size for x in kept)
+        stored_gradients = reduced if self._level >= 2 else gradients
+        self.gradient_bytes = sum(math.prod(x.shape) * x.dtype.size for x in stored_gradients)
         return reduced
 
     def _sum(self, gradients, positions, name):

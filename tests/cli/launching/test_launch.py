@@ -1,4 +1,4 @@
-"""Promise: `dtransformer launch` restarts a command after a failure, and leaves no process behind."""
+"""`dtransformer launch` restarts a command after a failure, and leaves no process behind."""
 
 import os
 import signal
@@ -34,9 +34,9 @@ def test_restarts_a_failed_command(tmp_path):
         "echo second life"
     )
     process = launch("-np", "1", "--min-ranks", "1", "--restarts", "1", command=script)
-    told, errors = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 0, told + errors
-    assert "second life" in told
+    message, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, message + errors
+    assert "second life" in message
     assert "rank 0 has ended with code 3: restart 1 of 1" in errors
     left = subprocess.run(["pgrep", "-f", "^sleep 1235"], capture_output=True, check=False)
     assert not left.stdout
@@ -46,8 +46,8 @@ def test_restarts_a_failed_command(tmp_path):
 @pytest.mark.long
 def test_does_not_restart_after_wrong_options():
     process = launch("-np", "1", command="echo once; exit 2")
-    told, errors = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 2 and told.count("once") == 1, told + errors
+    message, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 2 and message.count("once") == 1, message + errors
 
 
 @needs_horovod
@@ -69,7 +69,7 @@ def test_forwards_signals_to_ranks_that_handle_them():
     assert "asked to stop: ranks were asked to stop, and have saved" in errors
 
 
-@pytest.mark.parametrize("options, told", [
+@pytest.mark.parametrize("options, message", [
     ([], "No command was given"),
     (["--hosts", "/nowhere/hosts", "--", "x"], "/nowhere/hosts"),
     (["--hosts", "a", "--host-discovery-script", "b", "--", "x"], "not allowed with"),
@@ -79,9 +79,9 @@ def test_forwards_signals_to_ranks_that_handle_them():
     (["-np", "2", "--min-ranks", "4", "--", "x"], "--min-ranks exceeds the 2 ranks of -np"),
 ])  # fmt: skip
 @needs_horovod
-def test_wrong_launch_options_are_one_line_errors(options, told, capsys):
+def test_wrong_launch_options_are_one_line_errors(options, message, capsys):
     from dtransformer.cli import main
 
     assert main(["launch", *options]) == 2
     errors = capsys.readouterr().err
-    assert told in errors and errors.count("\n") == 1
+    assert message in errors and errors.count("\n") == 1

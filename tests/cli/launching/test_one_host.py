@@ -1,4 +1,4 @@
-"""Promise: ranks of one host start without ssh, print no noise, and always end."""
+"""Ranks of one host start without ssh, print no noise, and always end."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ def run(command, *options, **environment):
 
 def running(command):
     """Return the processes whose command line begins with a text."""
-    found = subprocess.run(["pgrep", "-f", f"^{command}"], capture_output=True, check=False)
-    return found.stdout.split()
+    result = subprocess.run(["pgrep", "-f", f"^{command}"], capture_output=True, check=False)
+    return result.stdout.split()
 
 
 def wait_for(process, word):

@@ -1,4 +1,4 @@
-"""Promise: host lists are checked, failed hosts are excluded for a while, and causes are reported."""
+"""Host lists are checked, failed hosts are excluded for a while, and causes are reported."""
 
 import pytest
 
@@ -86,8 +86,8 @@ def test_outcome_names_the_cause(lines, expected):
         outcome.read(line)
     cause, *rest = expected
     assert cause in str(outcome)
-    found = outcome.exit_code == PREEMPTED, outcome.exit_code == REFUSED
-    assert [outcome.hosts, *found] == rest
+    result = outcome.exit_code == PREEMPTED, outcome.exit_code == REFUSED
+    assert [outcome.hosts, *result] == rest
 
 
 # Degrees (data, model, pipeline), remaining devices, and expected degrees.
@@ -117,18 +117,22 @@ def test_refits_the_layout_to_fewer_devices(degrees, num_devices, expected):
         micro_batch_num=4,
         optimizer_shard=2,
     )
-    found = refit(config, num_devices)
-    assert (found.data_parallel, found.model_parallel, found.pipeline_stage) == expected
-    assert (found.micro_batch_num, found.optimizer_shard) == (4, 2), "all else stays"
-    found.resolve(num_devices)
+    result = refit(config, num_devices)
+    assert (result.data_parallel, result.model_parallel, result.pipeline_stage) == expected
+    assert (result.micro_batch_num, result.optimizer_shard) == (4, 2), "all else stays"
+    result.resolve(num_devices)
 
 
 def test_refit_to_one_stage_removes_pipeline_chunks():
     config = TransformerOpParallelConfig(
         pipeline_stage=2, pipeline_chunks=2, pipeline_schedule="interleaved", micro_batch_num=4
     )
-    found = refit(config, 1)
-    assert (found.pipeline_stage, found.pipeline_chunks, found.pipeline_schedule) == (1, 1, "1f1b")
+    result = refit(config, 1)
+    assert (result.pipeline_stage, result.pipeline_chunks, result.pipeline_schedule) == (
+        1,
+        1,
+        "1f1b",
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,9 +140,9 @@ def test_refit_to_one_stage_removes_pipeline_chunks():
 )
 def test_refit_reduces_expert_parallel(level, left, experts):
     config = TransformerOpParallelConfig(data_parallel=4, expert_parallel=4, optimizer_shard=level)
-    found = refit(config, left)
-    assert (found.data_parallel, found.expert_parallel) == (left, experts)
-    Topology.from_config(found, left)
+    result = refit(config, left)
+    assert (result.data_parallel, result.expert_parallel) == (left, experts)
+    Topology.from_config(result, left)
 
 
 def plan_for(ranks, monkeypatch, *settings, launched="3"):
@@ -154,15 +158,15 @@ def plan_for(ranks, monkeypatch, *settings, launched="3"):
 
 def test_planner_chooses_the_layout_of_fewer_ranks(monkeypatch):
     """The plan is for the run's model and batch, keeps other fields, and `init` accepts it."""
-    found = plan_for(3, monkeypatch)
-    best = found.best.config
-    assert found.cluster.num_devices == 3 and best.gradient_dtype == "float16"
+    result = plan_for(3, monkeypatch)
+    best = result.best.config
+    assert result.cluster.num_devices == 3 and best.gradient_dtype == "float16"
     best.resolve(3)
     assert fit_to_devices(best, 3) == best
-    given = TransformerOpParallelConfig(data_parallel=2, model_parallel=2, gradient_dtype="float16")
-    assert fit_to_devices(given, 3) == refit(given, 3)
+    value = TransformerOpParallelConfig(data_parallel=2, model_parallel=2, gradient_dtype="float16")
+    assert fit_to_devices(value, 3) == refit(value, 3)
     monkeypatch.delenv(FITS_LAYOUT)
-    assert fit_to_devices(given, 3) == given
+    assert fit_to_devices(value, 3) == value
 
 
 @pytest.mark.parametrize("ranks, launched, settings", [

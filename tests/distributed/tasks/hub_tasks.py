@@ -41,12 +41,12 @@ def make(kind):
     return models.BertMaskedLM(backbone, preprocessor=None)
 
 
-def checkpoint_of(folder, kind, layout_name):
+def checkpoint_path(folder, kind, layout_name):
     """Return the path of the checkpoint that a run saves."""
     return pathlib.Path(folder) / f"{kind}-{layout_name}-checkpoint"
 
 
-def inputs_of(kind):
+def make_inputs(kind):
     """Return the inputs of a kind of task."""
     return MASKED_INPUTS if kind == "bert" else INPUTS
 
@@ -80,11 +80,11 @@ def train(kind, folder, layout):
         trainer = Trainer(network)
         compile_task(trainer)
         trainer.predict(x, batch_size=ROWS, verbose=0)
-        trainer.save(checkpoint_of(folder, kind, layout.name))
+        trainer.save(checkpoint_path(folder, kind, layout.name))
         return result
     result["stages"] = model.plan().stages
-    model.save(checkpoint_of(folder, kind, layout.name))
-    model.restore(checkpoint_of(folder, kind, "alone@1x1"), weights_only=True)
+    model.save(checkpoint_path(folder, kind, layout.name))
+    model.restore(checkpoint_path(folder, kind, "alone@1x1"), weights_only=True)
     result["restored"] = np.asarray(model.predict(x, batch_size=ROWS, verbose=0))
     return result
 

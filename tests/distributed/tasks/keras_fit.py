@@ -66,7 +66,7 @@ def train(model, data, optimizer=None, epochs=2, callbacks=(), **options):
     return {
         "history": {name: list(map(float, values)) for name, values in history.history.items()},
         "evaluation": {name: float(value) for name, value in evaluation.items()},
-        **{f"outputs/{number}": np.asarray(x) for number, x in enumerate(outputs)},
+        **{f"outputs/{index}": np.asarray(x) for index, x in enumerate(outputs)},
     }
 
 

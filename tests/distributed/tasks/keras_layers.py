@@ -6,7 +6,7 @@ import keras
 
 import dtransformer
 from dtransformer.trainers import Trainer
-from harness.keras_networks import NETWORKS, batch_of
+from harness.keras_networks import NETWORKS, make_batch
 from harness.layouts import ALONE
 
 STEPS = 20
@@ -20,7 +20,7 @@ def train(name, steps, layout):
     """
     keras.utils.set_random_seed(dtransformer.rank())
     network = NETWORKS[name]()
-    inputs, labels = batch_of(name)
+    inputs, labels = make_batch(name)
     model = network if layout == ALONE else Trainer(network)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.02, momentum=0.9), loss, metrics=["accuracy"])

@@ -226,7 +226,7 @@ def tensors_to_randomize(model):
     return [*trained, *(x for name, x in model.named_buffers() if name.endswith(bias_names))]
 
 
-def check(made, folder):
+def check(created, folder):
     for path in folder.iterdir():
         name = path.name
         model_class, _, kind = MODELS[name]
@@ -234,7 +234,7 @@ def check(made, folder):
             path, output_loading_info=True, attn_implementation="eager"
         )
         assert not any(info.values()), (name, info)
-        expected = dict(np.load(made / f"{name}.npz"))
+        expected = dict(np.load(created / f"{name}.npz"))
         batch = {key: torch.tensor(x) for key, x in expected.items() if x.dtype.kind in "ib"}
         with torch.no_grad():
             outputs = kind.outputs(model, batch)

@@ -1,4 +1,4 @@
-"""Promise: flat shards of all ranks restore a tensor, and only zeros pad them."""
+"""Flat shards of all ranks restore a tensor, and only zeros pad them."""
 
 import math
 

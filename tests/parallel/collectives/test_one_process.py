@@ -1,4 +1,4 @@
-"""Promise: groups and collectives work in one process without Horovod."""
+"""Groups and collectives work in one process without Horovod."""
 
 import pathlib
 

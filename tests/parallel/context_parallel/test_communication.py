@@ -1,4 +1,4 @@
-"""Promise: attention over a sharded sequence sends exactly the planned elements."""
+"""Attention over a sharded sequence sends exactly the planned elements."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""Promise: a context plan computes every visible pair once, with equal work on all shards."""
+"""A context plan computes every visible pair once, with equal work on all shards."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Promise: sharded sequences train with recompute, dropout and 16 bits, and bad lengths raise."""
+"""Sharded sequences train with recompute, dropout and 16 bits, and bad lengths raise."""
 
 import keras
 import numpy as np

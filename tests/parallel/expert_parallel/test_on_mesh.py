@@ -1,4 +1,4 @@
-"""Promise: sharded experts match one device, and their communication matches the formula."""
+"""Sharded experts match one device, and their communication matches the formula."""
 
 import keras
 import numpy as np

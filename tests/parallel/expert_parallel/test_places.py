@@ -1,4 +1,4 @@
-"""Promise: each expert accepts the first tokens up to its capacity."""
+"""Each expert accepts the first tokens up to its capacity."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from dtransformer.parallel.expert_parallel.capacity_slots import capacity, place
         (16, {"expert_num": 4, "dropless": True}, None),
     ],
 )
-def test_capacity(tokens, fields, expected):
+def test_capacity_matches_expected_values(tokens, fields, expected):
     config = MoEConfig(**fields)
     assert capacity(tokens, config) == expected
     assert expected is None or int(capacity(tf.constant(tokens), config)) == expected

@@ -1,4 +1,4 @@
-"""Promise: files of Keras' layers that a mesh has sharded load in a single process and back."""
+"""Files of Keras' layers that a mesh has sharded load in a single process and back."""
 
 import pathlib
 import tempfile
@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.trainers import Trainer
-from harness.keras_networks import batch_of, gpt
+from harness.keras_networks import gpt, make_batch
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS
 from tests.on_mesh import on_mesh, start, stop
 
-INPUTS, LABELS = batch_of("gpt")
+INPUTS, LABELS = make_batch("gpt")
 
 
 def make_trainer():

@@ -1,4 +1,4 @@
-"""Promise: on a mesh the weights of Keras' layers are sharded in place, with unchanged values."""
+"""On a mesh the weights of Keras' layers are sharded in place, with unchanged values."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from dtransformer.layers import Linear
 from dtransformer.models import CausalLM
 from dtransformer.parallel.mesh.variable import MeshVariable
 from dtransformer.trainers import Trainer
-from harness.keras_networks import HIDDEN, batch_of, gpt
+from harness.keras_networks import HIDDEN, gpt, make_batch
 from harness.tolerances import PARITY_LOSS
 from tests.on_mesh import on_mesh, raises, start, stop
 
@@ -30,7 +30,7 @@ def compiled(model):
 
 
 def losses(model, steps=2):
-    inputs, labels = batch_of("gpt")
+    inputs, labels = make_batch("gpt")
     fit = compiled(model).fit(inputs, labels, 8, epochs=steps, shuffle=False, verbose=0)
     return fit.history["loss"]
 
@@ -70,7 +70,7 @@ def test_the_plan_shows_layouts_and_rules_before_and_after_the_first_step():
     trainer = Trainer(network)
     before = {row.path: row for row in trainer.plan().rows}
     assert not any(isinstance(v, MeshVariable) for v in network.variables)
-    trainer.predict(batch_of("gpt")[0], verbose=0)
+    trainer.predict(make_batch("gpt")[0], verbose=0)
     assert {row.path: row for row in trainer.plan().rows} == before
     query = before["multi_head_attention/query/kernel"]
     assert (query.rule, query.sharded_over) == ("attention heads", (None, "model", None))
@@ -113,7 +113,7 @@ def test_wrong_layout_maps_are_errors_before_the_first_step():
     def check(words, layouts, network=named_gpt, **fields):
         start(layout_map=layouts, **fields)
         trainer = compiled(Trainer(network()))
-        raises(ValueError, words, lambda: trainer.train_on_batch(*batch_of("gpt")))
+        raises(ValueError, words, lambda: trainer.train_on_batch(*make_batch("gpt")))
         stop()
 
     check(

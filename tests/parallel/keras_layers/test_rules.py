@@ -1,4 +1,4 @@
-"""Promise: default rules and layout maps select the mesh axis of each dimension of a weight."""
+"""Default rules and layout maps select the mesh axis of each dimension of a weight."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Promise: a variable on a mesh acts as one tensor, and each device stores one shard."""
+"""A variable on a mesh acts as one tensor, and each device stores one shard."""
 
 import numpy as np
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Promise: every layer of a Keras model gets a pipeline stage, or one line states the obstacle."""
+"""Every layer of a Keras model gets a pipeline stage, or one line states the obstacle."""
 
 import keras
 import pytest
@@ -56,9 +56,9 @@ def test_sequential_model_is_split_by_matmul_weights():
 class Counted(keras.layers.Layer):
     """Layer with an attribute that Keras may not track as state."""
 
-    def __init__(self, kept):
+    def __init__(self, saved):
         super().__init__()
-        self.kept = kept
+        self.kept = saved
 
     def call(self, x):
         return x
@@ -333,10 +333,10 @@ def test_rejects_a_nonexistent_stage():
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 7])
 def test_spread_minimizes_the_largest_chunk(num_chunks):
     sizes = dict(enumerate([1, 9, 4, 4, 4, 9, 2, 30]))
-    found = assign_evenly(sizes, num_chunks)
-    assert sorted(set(found.values())) == list(range(num_chunks))
-    assert list(found.values()) == sorted(found.values())
-    largest = max(sum(sizes[k] for k in found if found[k] == c) for c in range(num_chunks))
+    result = assign_evenly(sizes, num_chunks)
+    assert sorted(set(result.values())) == list(range(num_chunks))
+    assert list(result.values()) == sorted(result.values())
+    largest = max(sum(sizes[k] for k in result if result[k] == c) for c in range(num_chunks))
     assert largest == {1: 63, 2: 32, 3: 30, 4: 30, 7: 30}[num_chunks]
 
 

@@ -1,4 +1,4 @@
-"""Promise: tensors sent between stages are detected, and chunks in sequence equal the network."""
+"""Tensors sent between stages are detected, and chunks in sequence equal the network."""
 
 import keras
 import pytest

@@ -1,4 +1,4 @@
-"""Promise: schedules match the published ones, never deadlock and idle as computed."""
+"""Schedules match the published ones, never deadlock and idle as computed."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Promise: identical pipeline chunks are compiled once without a change of results."""
+"""Identical pipeline chunks are compiled once without a change of results."""
 
 import numpy as np
 

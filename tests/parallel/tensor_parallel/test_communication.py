@@ -1,4 +1,4 @@
-"""Promise: layers on a mesh send the predicted elements, and reports show them."""
+"""Layers on a mesh send the predicted elements, and reports show them."""
 
 import keras
 

@@ -1,4 +1,4 @@
-"""Promise: dropout on a mesh keeps the requested fraction for every sharding."""
+"""Dropout on a mesh keeps the requested fraction for every sharding."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Promise: sharded linear layers match unsharded ones."""
+"""Sharded linear layers match unsharded ones."""
 
 import numpy as np
 import tensorflow as tf

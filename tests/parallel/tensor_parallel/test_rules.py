@@ -1,4 +1,4 @@
-"""Promise: rules decide the sharding of weights, and users may override them."""
+"""Rules decide the sharding of weights, and users may override them."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Promise: the activity tracker reports a rank's activity and its current wait."""
+"""The activity tracker reports a rank's activity and its current wait."""
 
 import contextlib
 import threading
@@ -11,10 +11,10 @@ from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 
 def test_outer_wait_is_reported_with_its_ranks():
     recorder = ActivityTracker()
-    with recorder.record_activity("validating"), recorder.waiting("the barrier", [1, 2]):
-        with recorder.waiting("an all-reduce", [1]):
-            told = recorder.activity()
-    assert str(told).endswith("step 0, waiting in the barrier for ranks 1, 2")
+    with recorder.record_activity("validating"), recorder.record_wait("the barrier", [1, 2]):
+        with recorder.record_wait("an all-reduce", [1]):
+            message = recorder.activity()
+    assert str(message).endswith("step 0, waiting in the barrier for ranks 1, 2")
     assert recorder.activity().waits_in == ""
 
 
@@ -24,7 +24,7 @@ def test_saving_rank_reports_the_wait_of_its_writer_thread(kind, expected):
     tracker, enters, leaves = ActivityTracker(), threading.Event(), threading.Event()
 
     def write():
-        with tracker.waiting("written", [1]):
+        with tracker.record_wait("written", [1]):
             enters.set()
             leaves.wait(10)
 
@@ -39,7 +39,7 @@ def test_saving_rank_reports_the_wait_of_its_writer_thread(kind, expected):
 
 def test_exception_ends_a_wait():
     tracker = ActivityTracker()
-    with pytest.raises(OSError), tracker.waiting("the barrier", [1]):
+    with pytest.raises(OSError), tracker.record_wait("the barrier", [1]):
         raise OSError
     assert tracker.activity().waits_in == ""
 

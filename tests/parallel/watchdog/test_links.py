@@ -1,4 +1,4 @@
-"""Promise: watchdogs exchange the state of ranks over authenticated connections.
+"""Watchdogs exchange the state of ranks over authenticated connections.
 
 The watchdogs of several ranks run in this process and connect through the loopback interface.
 """

@@ -1,4 +1,4 @@
-"""Promise: the watchdog names the ranks that stop a job and leaves healthy jobs alone."""
+"""The watchdog names the ranks that stop a job and leaves healthy jobs alone."""
 
 import dataclasses
 
@@ -258,5 +258,5 @@ STRAGGLERS = {
 @pytest.mark.parametrize("looks, expected", STRAGGLERS.values(), ids=STRAGGLERS)
 def test_straggler_is_named(looks, expected):
     stragglers = Stragglers()
-    found = [stragglers.check(dict(enumerate(own))) for own in looks]
-    assert [one[0] for one in found if one] == expected
+    result = [stragglers.check(dict(enumerate(own))) for own in looks]
+    assert [item[0] for item in result if item] == expected

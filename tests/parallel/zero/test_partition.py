@@ -1,4 +1,4 @@
-"""Promise: ZeRO partitions the optimizer, and shards are updated like full weights."""
+"""ZeRO partitions the optimizer, and shards are updated like full weights."""
 
 import functools
 
@@ -29,7 +29,7 @@ def plan(num_shards=4, weights=WEIGHTS, **fields):
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_flat_partition(level):
+def test_flat_partition_states_why_weights_are_replicated(level):
     partition = plan(optimizer_shard=level, parallel_optimizer_exclude=("^head/",))
     assert [parameter.num_shards for parameter in partition.parameters] == [4, 1, 4, 1, 1]
     reasons = [parameter.why_replicated for parameter in partition.parameters]

@@ -1,4 +1,4 @@
-"""Promise: level 3 frees a block's weights between the passes and gathers one block ahead."""
+"""Level 3 frees a block's weights between the passes and gathers one block ahead."""
 
 import re
 
@@ -68,22 +68,22 @@ def step(layers):
     return run
 
 
-def graph_of(layers):
+def build_graph(layers):
     return step(layers).get_concrete_function(tf.constant(X)).graph
 
 
 def ancestors(operation):
-    found = set()
+    result = set()
     pending = [operation]
     while pending:
         current = pending.pop()
         inputs = [*(x.op for x in current.inputs), *current.control_inputs]
-        pending += [other for other in inputs if other not in found]
-        found.update(inputs)
-    return found
+        pending += [other for other in inputs if other not in result]
+        result.update(inputs)
+    return result
 
 
-def gathers_of(graph, block, is_again):
+def find_gathers(graph, block, is_again):
     """Return the all-gathers of a block's kernels in one of the two passes."""
     return [
         operation
@@ -94,7 +94,7 @@ def gathers_of(graph, block, is_again):
     ]
 
 
-def products_of(operations, block, is_backward):
+def find_products(operations, block, is_backward):
     """Return the names of a block's products in one of the two passes."""
     return {
         operation.name
@@ -124,9 +124,9 @@ def test_gradients_equal_the_gradients_of_full_weights(recompute, sharded, monke
 
 
 def test_no_gathered_weight_lives_until_the_backward_pass(sharded):
-    graph = graph_of(stack())
+    graph = build_graph(stack())
     for block in range(NUM_BLOCKS):
-        pending = gathers_of(graph, block, is_again=False)
+        pending = find_gathers(graph, block, is_again=False)
         assert len(pending) > 6
         while pending:  # Follow the values that depend on weights only.
             for consumer in (x for y in pending.pop().outputs for x in y.consumers()):
@@ -136,25 +136,25 @@ def test_no_gathered_weight_lives_until_the_backward_pass(sharded):
 
 
 def test_gathers_wait_for_the_neighboring_block(sharded):
-    graph = graph_of(stack())
+    graph = build_graph(stack())
     for block in range(1, NUM_BLOCKS):
-        before = ancestors(gathers_of(graph, block, is_again=False)[0])
-        assert not products_of(before, block - 1, is_backward=False)
-        assert block == 1 or products_of(before, block - 2, is_backward=False)
+        before = ancestors(find_gathers(graph, block, is_again=False)[0])
+        assert not find_products(before, block - 1, is_backward=False)
+        assert block == 1 or find_products(before, block - 2, is_backward=False)
     for block in range(NUM_BLOCKS - 1):
-        before = ancestors(gathers_of(graph, block, is_again=True)[0])
-        assert not products_of(before, block + 1, is_backward=True)
+        before = ancestors(find_gathers(graph, block, is_again=True)[0])
+        assert not find_products(before, block + 1, is_backward=True)
         has_later_block = block + 2 < NUM_BLOCKS
-        assert bool(products_of(before, block + 2, is_backward=True)) is has_later_block
+        assert bool(find_products(before, block + 2, is_backward=True)) is has_later_block
 
 
 def test_no_product_is_computed_twice(sharded, monkeypatch):
-    sharded_graph = graph_of(stack())
+    sharded_graph = build_graph(stack())
     monkeypatch.undo()
     layers = stack()
     for block in layers.blocks:
         block.shared = None
-    kinds = [operation.type for operation in graph_of(layers).get_operations()]
+    kinds = [operation.type for operation in build_graph(layers).get_operations()]
     sharded_kinds = [operation.type for operation in sharded_graph.get_operations()]
     assert sharded_kinds.count("MatMul") == kinds.count("MatMul")
     assert sharded_kinds.count("BatchMatMulV2") == kinds.count("BatchMatMulV2") > 0
@@ -169,6 +169,6 @@ def test_recompute_gathers_a_third_time_only_if_configured(gathers_again, sharde
                 recompute=True, parallel_optimizer_comm_recompute=gathers_again
             )
         )
-    names = [operation.name for operation in graph_of(layers).get_operations()]
+    names = [operation.name for operation in build_graph(layers).get_operations()]
     assert any("/again" in name for name in names)
     assert any("/third" in name for name in names) is gathers_again

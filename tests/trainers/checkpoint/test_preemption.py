@@ -35,7 +35,7 @@ class SendSignal(keras.callbacks.Callback):
 def handlers():
     """Restore the signal handlers and the state of the job."""
     previous_handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)
+        index: signal.getsignal(index) for index in (signal.SIGTERM, signal.SIGUSR1)
     }
     yield previous_handlers
     for signal_number, handler in previous_handlers.items():
@@ -74,7 +74,7 @@ def test_signal_in_the_last_step_saves_the_complete_run(tmp_path):
 
 def test_signal_handlers_are_restored_after_fit(tmp_path, handlers):
     fit(tmp_path)
-    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert {index: signal.getsignal(index) for index in handlers} == handlers
 
 
 def test_run_without_checkpoints_keeps_the_signal_handlers(handlers):

@@ -33,7 +33,7 @@ from dtransformer.models.pretrained.families.weights import (
     with_rotary_order,
 )
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
-from dtransformer.transformer_config import arguments_of
+from dtransformer.transformer_config import get_arguments
 
 # Arguments that change no result, or that are saved in the same way for all families.
 _UNCHECKED_ARGUMENTS = {
@@ -54,7 +54,7 @@ _SPECIAL_IDS = {
 
 def _default_arguments(network, *without, **overrides):
     """Return a network's default arguments, except the given names, with overrides."""
-    defaults = arguments_of(network.network_class)
+    defaults = get_arguments(network.network_class)
     excluded = {*_UNCHECKED_ARGUMENTS, *without}
     return {name: x for name, x in defaults.items() if name not in excluded} | overrides
 

@@ -89,12 +89,12 @@ class Key:
         if value is None and not is_required and not is_null:
             value = self.default(config) if callable(self.default) else self.default
         for key in self.equal_keys:
-            other = (
+            default = (
                 config[key] if self.needs_equal_keys else value_or_default(config.get(key), value)
             )
-            if other != value:
+            if default != value:
                 raise InputError(
-                    f"`{self.key}={short_repr(value)}` and `{key}={short_repr(other)}` must be equal."
+                    f"`{self.key}={short_repr(value)}` and `{key}={short_repr(default)}` must be equal."
                 )
         return dict.fromkeys(self.arguments, self.to_argument(value))
 

@@ -1,6 +1,6 @@
 """Let two ranks deadlock outside of a step: a program that tests launch.
 
-horovodrun -np 2 python -m tests.distributed.apart SCENARIO model|data|stage|shards FOLDER
+horovodrun -np 2 python -m tests.distributed.deadlocks SCENARIO model|data|stage|shards FOLDER
 
 In each of the `SCENARIOS`, a single rank raises an error that the script catches, or a single rank
 calls a function that needs all ranks. The script then continues.

@@ -75,13 +75,13 @@ CORPUS = [
 ADDED = "<|im_start|>", "<extra>", "[MASK]"
 
 
-def odd_texts(number=2000, seed=0):
+def draw_unusual_texts(index=2000, seed=0):
     """Return concatenations of unusual parts, random characters, and an empty text."""
     rng = np.random.default_rng(seed)
     texts = ["", " ", "\n"]
-    while len(texts) < number - 200:
+    while len(texts) < index - 200:
         texts.append("".join(rng.choice(PARTS, rng.integers(1, 9))))
-    while len(texts) < number:
+    while len(texts) < index:
         codes = rng.choice([rng.integers(0, 0xD800), rng.integers(0xE000, 0x110000)], 6)
         texts.append("".join(map(chr, codes)))
     return texts
@@ -147,7 +147,7 @@ def test_json_tokenizers_match_transformers(kind, tmp_path):
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    texts, tokenizer = odd_texts(), load_tokenizer(tmp_path)
+    texts, tokenizer = draw_unusual_texts(), load_tokenizer(tmp_path)
     ids = theirs(texts, add_special_tokens=False)["input_ids"]
     assert tokenizer.encode(texts).to_list() == ids
     assert tokenizer.decode(ids) == theirs.batch_decode(ids, skip_special_tokens=True)
@@ -172,7 +172,7 @@ def test_sentencepiece_tokenizers_match_the_library(model_type, rule, tmp_path):
         byte_fallback=model_type == "bpe",
     )
     own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    texts, tokenizer = odd_texts(), load_tokenizer(tmp_path)
+    texts, tokenizer = draw_unusual_texts(), load_tokenizer(tmp_path)
     ids = own.encode(texts)
     assert tokenizer.encode(texts).to_list() == ids
     assert tokenizer.decode(ids) == own.decode(ids)

@@ -1,4 +1,4 @@
-"""Promise: ranks that deadlock outside of a step end the job and report the call that waits."""
+"""Ranks that deadlock outside of a step end the job and report the call that waits."""
 
 import re
 
@@ -43,7 +43,7 @@ SCENARIOS = {
         "rank 0 .* in code outside of fit, .* waiting in allgather .* for rank 1"
     ],
     ("function", "data"): [
-        r"rank 0 .* in code outside of fit, .* a TensorFlow function \(distributed/apart.py"
+        r"rank 0 .* in code outside of fit, .* a TensorFlow function \(distributed/deadlocks.py"
     ],
     ("shutdown", "model"): [
         "rank 0 .* in code outside of fit, .* waiting in the barrier for rank 1"
@@ -57,7 +57,7 @@ STALL_SECONDS = "12"
 @pytest.mark.parametrize("scenario, axis", SCENARIOS)
 def test_stalled_job_ends_and_reports_what_each_rank_waits_for(scenario, axis, tmp_path):
     environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
-    arguments = ["-m", "tests.distributed.apart", scenario, axis, tmp_path]
+    arguments = ["-m", "tests.distributed.deadlocks", scenario, axis, tmp_path]
     completed = launch(2, arguments, timeout=240, environment=environment)
     output = tail(completed.stdout, completed.stderr, 20000)
     assert completed.returncode != 0 and "is done" not in output
@@ -70,7 +70,7 @@ def test_stalled_job_ends_and_reports_what_each_rank_waits_for(scenario, axis, t
 @needs_horovod
 @pytest.mark.long
 def test_data_that_fail_on_one_rank_are_reported_as_different_batches(tmp_path):
-    arguments = ["-m", "tests.distributed.apart", "fit_after_data", "data", tmp_path]
+    arguments = ["-m", "tests.distributed.deadlocks", "fit_after_data", "data", tmp_path]
     environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
     completed = launch(2, arguments, timeout=240, environment=environment)
     output = tail(completed.stdout, completed.stderr, 20000)

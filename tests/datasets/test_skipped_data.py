@@ -24,7 +24,7 @@ class Marked(Letters):
 
 def read_ids(batches):
     rows = [x["tokens"].numpy() for x, _ in batches.as_dataset()]
-    return [[int(one) for one in row if one != PAD] for batch in rows for row in batch]
+    return [[int(item) for item in row if item != PAD] for batch in rows for row in batch]
 
 
 def test_few_left_out_records_are_printed_and_many_raise_a_warning(tmp_path, capsys):
@@ -81,12 +81,12 @@ def test_missing_start_and_end_tokens_are_added_to_instructions(tmp_path):
         [START, a, b, END, c, d, END],
     ]
     rows = read_ids(batches)
-    whole = [[*one] for row in rows for one in _split_documents(row)]
-    assert sorted(whole) == sorted(expected)
+    full = [[*item] for row in rows for item in _split_documents(row)]
+    assert sorted(full) == sorted(expected)
 
 
 def _split_documents(row):
-    starts = [place for place, one in enumerate(row) if one == START]
+    starts = [place for place, item in enumerate(row) if item == START]
     return [row[a:b] for a, b in zip(starts, [*starts[1:], len(row)])]
 
 

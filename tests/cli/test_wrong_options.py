@@ -1,4 +1,4 @@
-"""Promise: wrong options and environments of the command line cause an error of one line."""
+"""Wrong options and environments of the command line cause an error of one line."""
 
 import json
 import os
@@ -20,7 +20,7 @@ HUGE = "9" * 5000
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (["trian"], "trian"),
         (["train"], "--config"),
@@ -53,16 +53,16 @@ HUGE = "9" * 5000
     ],
     ids=lambda value: str(value)[:40].encode("ascii", "replace").decode().replace("\0", "0"),
 )
-def test_wrong_options(arguments, told, tmp_path, monkeypatch, capsys):
+def test_wrong_options_are_one_line_errors(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("dtransformer: ") and error.count("\n") == 1 and told in error
+    assert error.startswith("dtransformer: ") and error.count("\n") == 1 and message in error
     assert len(error) <= MAX_MESSAGE + 1 and error[:-1].isprintable()
 
 
 @pytest.mark.parametrize(
-    "setting, told",
+    "setting, message",
     [
         ("model.hidden_size=1000000", "GiB of memory"),
         ("model.moe_config={expert_num: 1000000}", "GiB of memory"),
@@ -95,13 +95,13 @@ def test_wrong_options(arguments, told, tmp_path, monkeypatch, capsys):
     ],
     ids=lambda text: text[:50],
 )
-def test_settings_are_limited(setting, told):
+def test_settings_are_limited(setting, message):
     def read():
         config = load_config(None, [setting])
         make_task(config).unbuilt(config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE)
 
-    if told:
-        assert told in refusal(read)
+    if message:
+        assert message in refusal(read)
     else:
         read()
 
@@ -111,8 +111,8 @@ def test_search_memory_counts_beams_and_sentences(monkeypatch):
     monkeypatch.setattr(needs, "free_memory", lambda: 2**30)
     needs.check_search(config, 8000, 4, 64)
     for beams, sentences in ((4, 10**4), (1000, 64)):
-        told = refusal(lambda: needs.check_search(config, 8000, beams, sentences))
-        assert f"beam_size={beams}, max_length=50 and {sentences} sentences" in told
+        message = refusal(lambda: needs.check_search(config, 8000, beams, sentences))
+        assert f"beam_size={beams}, max_length=50 and {sentences} sentences" in message
 
 
 COMMAND = [sys.executable, "-m", "dtransformer.cli"]
@@ -120,7 +120,7 @@ TRANSLATE = [*COMMAND, "translate", "--run", "é"]
 
 
 @pytest.mark.parametrize(
-    "command, environment, streams, told",
+    "command, environment, streams, message",
     [
         (COMMAND, {"KERAS_BACKEND": "jax"}, "", "KERAS_BACKEND=tensorflow"),
         (TRANSLATE, {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}, "", "folder `é` does not exist"),
@@ -128,14 +128,14 @@ TRANSLATE = [*COMMAND, "translate", "--run", "é"]
     ],
     ids=["backend", "locale", "full disk"],
 )
-def test_unusual_environments_are_one_line_errors(command, environment, streams, told):
+def test_unusual_environments_are_one_line_errors(command, environment, streams, message):
     result = subprocess.run(
         ["sh", "-c", f'exec "$@" {streams}', "sh", *command],
         env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True,
     )  # fmt: skip
     error = result.stderr.decode()
     assert result.returncode == 2
-    assert error.startswith("dtransformer: ") and error.count("\n") == 1 and told in error
+    assert error.startswith("dtransformer: ") and error.count("\n") == 1 and message in error
 
 
 @pytest.mark.parametrize("stream", ["stdin", "stdout"])
@@ -174,7 +174,7 @@ def test_models_command_lists_families_and_presets(capsys):
     printed = capsys.readouterr().out
     assert "124,439,808" in printed and "LlamaForCausalLM" in printed
     assert main(["models", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (bert,) = [x for x in found["families"] if x["family"] == "bert"]
+    result = json.loads(capsys.readouterr().out)
+    (bert,) = [x for x in result["families"] if x["family"] == "bert"]
     assert bert["heads"] == ["SequenceClassification", "TokenClassification"]
-    assert {x["preset"] for x in found["presets"]} == set(ARCHITECTURES)
+    assert {x["preset"] for x in result["presets"]} == set(ARCHITECTURES)
