@@ -229,15 +229,15 @@ def replace_moments(layer: keras.layers.BatchNormalization, moments: Callable) -
 
     Args:
         layer: The layer.
-        moments: Function `(local_moments, inputs, mask)` that returns the mean and the variance.
-            `local_moments(inputs, mask)` returns Keras' result without synchronization.
+        moments: Function `(layer, local_moments, inputs, mask)` that returns the mean and the
+            variance. `local_moments(inputs, mask)` returns Keras' result without synchronization.
     """
 
     def local_moments(inputs, mask):
         with patched(layer, synchronized=False):
             return type(layer)._moments(layer, inputs, mask)
 
-    object.__setattr__(layer, "_moments", functools.partial(moments, local_moments))
+    object.__setattr__(layer, "_moments", functools.partial(moments, layer, local_moments))
 
 
 def replace_remat(remat: Callable) -> None:
@@ -262,14 +262,8 @@ def set_remat(layer: keras.layers.Layer, enabled: bool) -> None:
 
 
 def get_remat_mode(layer: keras.layers.Layer):
-    """Return the mode of the `keras.RematScope` of a layer, or `None`. See `set_remat`."""
+    """Return the `RematMode` of a layer in a `keras.RematScope`, or `None`. See `set_remat`."""
     return layer._remat_mode
-
-
-def is_listed(layer: keras.layers.Layer) -> bool:
-    """Return whether a `keras.RematScope` lists a layer's name. See `set_remat`."""
-    mode = layer._remat_mode
-    return mode is not None and mode.mode == "list_of_layers"
 
 
 def is_training_call() -> bool:

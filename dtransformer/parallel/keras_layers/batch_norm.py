@@ -4,8 +4,6 @@ Each rank computes the moments of its rows. One all-gather exchanges them, and i
 reduce-scatter. On a mesh, DTensor reduces over the devices, so nothing is exchanged here.
 """
 
-import functools
-
 import keras
 import tensorflow as tf
 
@@ -26,7 +24,7 @@ def synchronize_batch_norms(network: keras.Model) -> None:
     """
     for layer in _compat.flat_layers(network):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
-            _compat.replace_moments(layer, functools.partial(global_moments, layer))
+            _compat.replace_moments(layer, global_moments)
 
 
 def global_moments(layer, local_moments, inputs, mask):

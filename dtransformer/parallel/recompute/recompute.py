@@ -224,7 +224,9 @@ def remat(function: Callable) -> Callable:
             return function(*args, **kwargs)
         is_divided = _is_divided(layer)
         if is_divided or isinstance(layer, keras.Model):
-            is_named = getattr(layer, "recomputes_call", False) or _compat.is_listed(layer)
+            mode = _compat.get_remat_mode(layer)  # `None` if a method calls `keras.remat`.
+            is_listed = mode is None or mode.mode == "list_of_layers"
+            is_named = is_listed or getattr(layer, "recomputes_call", False)
             if is_divided and is_named:
                 raise ValueError(
                     f"{layer.name!r} is recomputed, but stages of the pipeline have parts of it. "
@@ -232,7 +234,8 @@ def remat(function: Callable) -> Callable:
                 )
             if not is_named:
                 return function(*args, **kwargs)
-        if hasattr(layer, "pipeline_stage"):  # The stage of the layer recomputes it.
+        # The stage of the layer recomputes its call.
+        if hasattr(layer, "pipeline_stage") and function == layer.call:
             with _requested.set(layer):
                 return function(*args, **kwargs)
         return recompute_call(layer, function, args, kwargs)

@@ -150,6 +150,35 @@ def test_several_results_and_arguments():
     np.testing.assert_allclose(gradients[1:], [tf.reduce_sum(x), 3 * tf.reduce_sum(x)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_method_of_a_layer_is_recomputed(is_placed):
+    """`keras.remat` takes methods, also of layers that a pipeline has placed."""
+    num_calls = []
+
+    class Method(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+            self.square = keras.remat(self._square)
+
+        def _square(self, x):
+            num_calls.append(1)
+            return keras.ops.square(self.scale * x)
+
+        def call(self, x):
+            return self.square(x)
+
+    layer = Method()
+    layer.build(None)
+    if is_placed:
+        layer.pipeline_stage = 0
+    x = rows()
+    with tf.GradientTape() as tape:
+        cost = tf.reduce_sum(layer(x, training=True))
+    gradient = tape.gradient(cost, layer.scale.value)
+    np.testing.assert_allclose(gradient, 2 * tf.reduce_sum(x**2), rtol=1e-6)
+    assert len(num_calls) == 2
+
+
 def test_weights_of_other_layers_raise_an_error():
     other = keras.layers.Dense(FEATURES)
     other.build((ROWS, FEATURES))
