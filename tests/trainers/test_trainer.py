@@ -14,6 +14,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.compile_checks import check_network
 from dtransformer.trainers.data import peek
+from dtransformer.trainers.engines.base import ForwardStep, LocalEngine
 from dtransformer.trainers.optimizer.checks import check_constraints
 from dtransformer.trainers.row_sharding import RowSharding
 from harness.quick import calls_of_traces
@@ -204,6 +205,15 @@ def test_batch_normalization_on_several_data_shards_raises_an_error(monkeypatch)
         check_network(network)
     network.layers[-1].trainable = False
     check_network(network)
+
+
+def test_xla_with_batch_normalization_on_data_ranks_raises_an_error(monkeypatch):
+    layers = [keras.Input((3,)), keras.layers.BatchNormalization(synchronized=True)]
+    engine = LocalEngine(ForwardStep(keras.Sequential(layers)), jit_compile=True)
+    engine.build(None)
+    monkeypatch.setattr(job, "data_shard", lambda: (0, 2))
+    with pytest.raises(ValueError, match="synchronized BatchNormalization.*jit_compile='auto'"):
+        engine.build(None)
 
 
 def test_constraints_on_a_mesh_raise_an_error(monkeypatch):
