@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer.layers import FeedForward
+from dtransformer.parallel.pipeline_parallel import build
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing.state_scope import StateScope
 from dtransformer.parallel.tracing.two_passes import TwoPasses
@@ -176,6 +177,26 @@ def test_method_of_a_layer_is_recomputed(is_placed):
         cost = tf.reduce_sum(layer(x, training=True))
     gradient = tape.gradient(cost, layer.scale.value)
     np.testing.assert_allclose(gradient, 2 * tf.reduce_sum(x**2), rtol=1e-6)
+    assert len(num_calls) == 2
+
+
+def test_layer_on_a_stage_is_computed_twice():
+    num_calls = []
+
+    class Counts(keras.layers.Dense):
+        def call(self, x):
+            num_calls.append(1)
+            return super().call(x)
+
+    layer = dtransformer.recompute(Counts(FEATURES))
+    layer.build((ROWS, FEATURES))
+    build._make_placeable(layer)  # A pipeline does this before the first step.
+    layer.pipeline_stage = 0
+    x = rows()
+    with tf.GradientTape() as tape:
+        cost = tf.reduce_sum(layer(x, training=True))
+    gradient = tape.gradient(cost, layer.kernel.value)
+    np.testing.assert_allclose(gradient[:, 0], tf.reduce_sum(x, 0), rtol=1e-5)
     assert len(num_calls) == 2
 
 
