@@ -39,6 +39,7 @@ TASKS = {
     "span_corruption": (TEXT, "t5"),
     "chat": ({"train": "chat.jsonl", "length": 64}, "llama"),
     "preference": (PAIRS, "llama"),
+    "kto": ({"train": "answers.jsonl", "length": 32}, "llama"),
     "reward": (PAIRS, "llama"),
     "classification": ({"train": "labels.jsonl", "length": 32}, "bert"),
     "embedding": ({"train": "queries.jsonl", "length": 16}, "bert"),

@@ -6,6 +6,7 @@ A record is a dict of one of these kinds:
 - `messages`: a conversation.
 - `prompt` and `completion`: a text and its continuation, or messages.
 - `chosen` and `rejected`: two answers, with an optional `prompt`.
+- `prompt`, `completion` and `label`: an answer that is desirable (true) or not (false).
 
 ShareGPT's `conversations` and Alpaca's `instruction`, `input` and `output` are converted to
 `messages`.
@@ -279,3 +280,28 @@ def get_preference(record: Record, place: str) -> tuple[Turns | str, Turns | str
             f"{place}: `chosen` and `rejected` begin with different messages. Add a `prompt`."
         )
     return chosen[:common], chosen[common:], rejected[common:]
+
+
+def get_labeled_answer(record: Record, place: str) -> tuple[Turns | str, Turns | str, bool]:
+    """Return the prompt, the answer and the label of a record for KTO.
+
+    Returns:
+        A `(prompt, answer, label)` tuple. Prompt and answer are strings, or lists of messages.
+
+    Raises:
+        InputError: If a field is missing or of another type. The message names the place.
+    """
+    label = record.get("label")
+    if label not in (True, False):
+        raise InputError(
+            f"{place}: `label` must be true for a desirable and false for an undesirable answer, got "
+            f"{short_repr(label)}."
+        )
+    if all(isinstance(record.get(key), str) for key in ("prompt", "completion")):
+        return get_text(record, "prompt", place), get_text(record, "completion", place), bool(label)
+    sides = []
+    for key, role in (("prompt", "user"), ("completion", "assistant")):
+        value = record.get(key)
+        value = [{"role": role, "content": value}] if isinstance(value, str) else value
+        sides.append(check_messages(value, f"{place}, {key}"))
+    return *sides, bool(label)

@@ -1,10 +1,12 @@
-"""Losses for pairs of a chosen and a rejected answer, and for reward models.
+"""Losses for chosen and rejected answers, and for reward models.
 
 References:
 
 - [Rafailov et al., 2023](https://arxiv.org/abs/2305.18290) (DPO)
 - [Azar et al., 2023](https://arxiv.org/abs/2310.12036), for `"ipo"`
 - [Zhao et al., 2023](https://arxiv.org/abs/2305.10425) (SLiC-HF), for `"hinge"`
+- [Meng et al., 2024](https://arxiv.org/abs/2405.14734), for `"simpo"`
+- [Hong et al., 2024](https://arxiv.org/abs/2403.07691), for `"orpo"`
 - [Touvron et al., 2023](https://arxiv.org/abs/2307.09288) (Llama 2), section 3.2.2, for reward
 margins
 """
@@ -14,6 +16,11 @@ import tensorflow as tf
 
 from dtransformer.layers.base import Layer
 from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
+
+PREFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "simpo", "orpo")
+MEAN_LOSSES = ("sigmoid_norm", "ipo", "simpo", "orpo")  # They compare means over tokens.
+SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "simpo")
+REFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo")  # They need a reference model.
 
 
 class SequenceLogProbability(Layer):
@@ -64,46 +71,80 @@ def margins(reference: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
 
 
 class PreferenceLoss(keras.losses.Loss):
-    """Loss of a pair of answers with the margin h between them; see `margins`.
+    """Loss of a chosen and a rejected answer.
 
-    `"sigmoid"` is −(1−ε)·log σ(β·h) − ε·log σ(−β·h) and `"hinge"` is max(0, 1 − β·h). `"ipo"` is
-    (h − 1/(2β))², with means over tokens in h.
+    With the log-likelihoods c and r of the two answers and the margin h (see `margins`):
+
+    | kind | loss | likelihoods |
+    |---|---|---|
+    | `"sigmoid"` | −(1−ε)·log σ(β·h) − ε·log σ(−β·h) | sums over tokens |
+    | `"sigmoid_norm"` | as `"sigmoid"` | means over tokens |
+    | `"hinge"` | max(0, 1 − β·h) | sums over tokens |
+    | `"ipo"` | (h − 1/(2β))² | means over tokens |
+    | `"simpo"` | as `"sigmoid"`, with β·(c − r) − γ in place of β·h | means over tokens |
+    | `"orpo"` | −c − β·log σ(log odds(c) − log odds(r)), odds(x) = eˣ / (1 − eˣ) | means over tokens |
 
     Args:
-        kind: String. `"sigmoid"`, `"hinge"` or `"ipo"`. Defaults to `"sigmoid"`.
-        beta: Float above 0. The factor β. Defaults to `0.1`.
-        smoothing: Float in [0, 0.5). Label smoothing ε of `"sigmoid"`. Defaults to `0.0`.
+        kind: String, see the table. Defaults to `"sigmoid"`.
+        beta: Float above 0. The factor β, called λ in the ORPO paper. Defaults to `0.1`.
+        smoothing: Float in [0, 0.5). Label smoothing ε. Defaults to `0.0`.
+        simpo_gamma: Float. The target margin γ of `"simpo"`. Defaults to `0.5`.
 
     Raises:
-        ValueError: If an argument is out of range, or `smoothing` is combined with another kind.
+        ValueError: If an argument is out of range, or `smoothing` is combined with a kind that has
+            no ε.
     """
 
     weights_epoch_means = True
 
-    def __init__(self, kind: str = "sigmoid", beta: float = 0.1, smoothing: float = 0.0):
+    def __init__(
+        self,
+        kind: str = "sigmoid",
+        beta: float = 0.1,
+        smoothing: float = 0.0,
+        simpo_gamma: float = 0.5,
+    ):
         super().__init__("preference", "mean_with_sample_weight")
-        if kind not in ("sigmoid", "hinge", "ipo"):
-            raise ValueError(f"`kind={kind!r}` is unknown. Choose 'sigmoid', 'hinge' or 'ipo'.")
+        if kind not in PREFERENCE_LOSSES:
+            raise ValueError(
+                f"`kind={kind!r}` is unknown. Choose one of {', '.join(PREFERENCE_LOSSES)}."
+            )
         if beta <= 0 or not 0 <= smoothing < 0.5:
             raise ValueError(
                 f"`beta={beta}` must be above 0, and `smoothing={smoothing}` must be in [0, 0.5)."
             )
-        if smoothing and kind != "sigmoid":
+        if smoothing and kind not in SMOOTHED_LOSSES:
             raise ValueError(
-                f"`smoothing` requires `kind='sigmoid'`, got {kind!r}. Remove `smoothing`."
+                f"`smoothing` requires a kind of {', '.join(SMOOTHED_LOSSES)}, got {kind!r}. Remove "
+                "`smoothing`."
             )
         self.kind = kind
         self.beta = beta
         self.smoothing = smoothing
+        self.simpo_gamma = simpo_gamma
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        if self.kind == "orpo":
+            chosen = y_pred[:, 0]
+            log_odds = _log_odds(chosen) - _log_odds(y_pred[:, 1])
+            return -chosen - self.beta * tf.math.log_sigmoid(log_odds)
         h = margins(y_true, y_pred)
         if self.kind == "ipo":
             return tf.square(h - 1 / (2 * self.beta))
         if self.kind == "hinge":
             return tf.nn.relu(1 - self.beta * h)
-        wrong = self.smoothing * tf.math.log_sigmoid(-self.beta * h)
-        return -(1 - self.smoothing) * tf.math.log_sigmoid(self.beta * h) - wrong
+        logit = self.beta * h
+        if self.kind == "simpo":
+            logit -= self.simpo_gamma
+        wrong = self.smoothing * tf.math.log_sigmoid(-logit)
+        return -(1 - self.smoothing) * tf.math.log_sigmoid(logit) - wrong
+
+
+def _log_odds(x):
+    """Return log(eˣ / (1 − eˣ)) of log-probabilities."""
+    # Rows of padding have a log-probability of 0, whose odds are infinite.
+    x = tf.minimum(x, -1e-6)
+    return x - tf.math.log(-tf.math.expm1(x))
 
 
 class RewardLoss(keras.losses.Loss):

@@ -44,6 +44,7 @@ Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"]
 Algorithm = Literal["byte_bpe", "wordpiece"]
 Mixture = Literal["repeat", "once", "first_ends"]
 Turns = Literal["assistant", "last_assistant", "all"]
+PreferenceKind = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "simpo", "orpo"]
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], make_list(Source, "path")]
 
@@ -77,6 +78,7 @@ class DocumentData:
     sentences: bool = False  # Treat lines as sentences, for next_sentence
     length: Count = 512  # Tokens per row
     mask_rate: Rate = 0.15  # Fraction of tokens to predict
+    all_positions: bool = False  # Compute logits at all positions, not only at masked ones
     mean_span: Ratio = 3.0  # Mean tokens per span
     shuffle: bool = True  # Shuffle in every epoch
 
@@ -211,11 +213,22 @@ class NetworkTraining(TrainingOptions):
 
 @run_options
 class PreferenceTraining(NetworkTraining):
-    """Training on pairs of answers (DPO)."""
+    """Training on pairs of answers (DPO, IPO, SimPO, ORPO)."""
 
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # Loss: sigmoid, ipo or hinge
+    loss: PreferenceKind = "sigmoid"  # sigmoid, sigmoid_norm, hinge, ipo, simpo or orpo
+    beta: Positive = 0.1  # Factor of the margin; of the odds ratio for orpo
+    smoothing: Share = 0.0  # Assumed fraction of mislabelled pairs, for sigmoid and simpo
+    simpo_gamma: NotNegative = 0.5  # Target margin of simpo
+    reference_free: bool = False  # Compare the answers without a reference model
+
+
+@run_options
+class KTOTraining(NetworkTraining):
+    """Training on single answers with a label (KTO)."""
+
     beta: Positive = 0.1  # Strength of the pull towards the reference model
-    smoothing: Share = 0.0  # Assumed fraction of mislabelled pairs, for sigmoid
+    desirable_weight: Positive = 1.0  # Weight of answers with label true
+    undesirable_weight: Positive = 1.0  # Weight of answers with label false
 
 
 @run_options
@@ -296,6 +309,7 @@ SECTIONS = {
     **dict.fromkeys(("causal_lm", "masked_lm", "next_sentence", "span_corruption"), _DOCUMENTS),
     "chat": {"data": ChatData, **_TOKENIZED},
     "preference": {"data": ChatData, **_TOKENIZED, "training": PreferenceTraining},
+    "kto": {"data": ChatData, **_TOKENIZED, "training": KTOTraining},
     "reward": {"data": ChatData, **_TOKENIZED, "training": RewardTraining},
     **dict.fromkeys(("classification", "token_classification", "regression"), _LABELS),
     "embedding": {"data": LabelData, **_TOKENIZED, "training": EmbeddingTraining},

@@ -79,6 +79,8 @@ _FIXED_ON_RESUME = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
     *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
+    *("training.simpo_gamma", "training.reference_free"),
+    *("training.desirable_weight", "training.undesirable_weight"),
 )
 
 

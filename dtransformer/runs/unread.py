@@ -21,12 +21,13 @@ TASKS_BY_KEY = {
     "evaluation.max_new_tokens": _GENERATE,
     "tokenizer.folder": tuple(task for task in SECTIONS if task != "translation"),
     "data.mask_rate": ("masked_lm", "next_sentence", "span_corruption"),
+    "data.all_positions": ("masked_lm", "next_sentence"),
     "data.mean_span": ("span_corruption",),
     "data.train_on": ("chat",),
     "data.packed": ("chat", "seq2seq"),
     "data.labels": _CLASSES,
     "data.pooling": ("classification", "regression", "embedding"),
-    "data.mixture": ("chat", "preference", "reward", *_CLASSES, "regression", "embedding"),
+    "data.mixture": ("chat", "preference", "kto", "reward", *_CLASSES, "regression", "embedding"),
 }
 _SOURCE_KEYS = {"weight": TASKS_BY_KEY["data.mixture"], "target": ("seq2seq",)}
 BASE_TASKS: dict[
@@ -46,6 +47,8 @@ _READ_ONLY_WITH = (
         for other in ("tokenizer.folder", "model.from")
     ),
     ("data.num_buckets", "data.packed_length", _UNSET),
+    ("training.simpo_gamma", "training.loss", ("simpo",)),
+    ("training.reference_free", "training.loss", ("sigmoid", "sigmoid_norm", "hinge", "ipo")),
 )
 
 

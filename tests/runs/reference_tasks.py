@@ -48,18 +48,55 @@ def log_probabilities(model, ids, labels, mean):
     return (total / (own >= 0).sum(-1) if mean else total).view(-1, 2)
 
 
+KINDS = [
+    ("sigmoid", 0.0),
+    ("sigmoid", SMOOTHING),
+    ("sigmoid_norm", 0.0),
+    ("ipo", 0.0),
+    ("hinge", 0.0),
+    ("simpo", SMOOTHING),
+    ("orpo", 0.0),
+    ("kto", 0.0),
+]
+KTO_LABELS = (1.0, -1.0, 1.0)
+KTO_WEIGHTS = (1.5, 0.5)  # Weights of desirable and undesirable answers.
+MEANS = ("sigmoid_norm", "ipo", "simpo", "orpo")
+GAMMA = 0.5
+
+
 def preference(model, ids, labels, kind, smoothing):
     """Return the mean loss with the adapters off as the reference."""
-    own = log_probabilities(model, ids, labels, kind == "ipo")
+    policy = log_probabilities(model, ids, labels, kind in MEANS)
     with torch.no_grad(), model.disable_adapter():
-        theirs = log_probabilities(model, ids, labels, kind == "ipo")
-    h = (own[:, 0] - own[:, 1]) - (theirs[:, 0] - theirs[:, 1])
+        reference = log_probabilities(model, ids, labels, kind in MEANS)
+    if kind == "orpo":
+        log_odds = policy - torch.log1p(-torch.exp(policy))
+        ratio = F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+        return (-policy[:, 0] - BETA * ratio).mean(), reference
+    if kind == "simpo":
+        reference = torch.zeros_like(reference)
+    h = (policy[:, 0] - policy[:, 1]) - (reference[:, 0] - reference[:, 1])
     if kind == "ipo":
-        return ((h - 1 / (2 * BETA)) ** 2).mean(), theirs
+        return ((h - 1 / (2 * BETA)) ** 2).mean(), reference
     if kind == "hinge":
-        return torch.relu(1 - BETA * h).mean(), theirs
-    loss = -(1 - smoothing) * F.logsigmoid(BETA * h) - smoothing * F.logsigmoid(-BETA * h)
-    return loss.mean(), theirs
+        return torch.relu(1 - BETA * h).mean(), reference
+    logit = BETA * h - (GAMMA if kind == "simpo" else 0)
+    loss = -(1 - smoothing) * F.logsigmoid(logit) - smoothing * F.logsigmoid(-logit)
+    return loss.mean(), reference
+
+
+def kto(model, ids, labels):
+    """Return the KTO loss of the first sequences, with the second ones as unrelated answers."""
+    policy = log_probabilities(model, ids, labels, False)
+    with torch.no_grad(), model.disable_adapter():
+        reference = log_probabilities(model, ids, labels, False)
+    gains = policy - reference
+    divergence = gains[:, 1].mean().clamp(min=0).detach()
+    sign = torch.tensor(KTO_LABELS)
+    weights = torch.where(sign > 0, *KTO_WEIGHTS)
+    return (
+        weights * (1 - torch.sigmoid(BETA * sign * (gains[:, 0] - divergence)))
+    ).mean(), reference
 
 
 def first_gradients(model):
@@ -105,12 +142,15 @@ def main(folder):
             torch.nn.init.normal_(weight, std=0.3)
     model.save_pretrained(folder / "adapters")
     result |= {"ids": ids, "labels": labels, "lengths": lengths}
-    for kind, smoothing in (("sigmoid", 0.0), ("sigmoid", SMOOTHING), ("ipo", 0.0), ("hinge", 0.0)):
+    for kind, smoothing in KINDS:
         model.zero_grad()
-        loss, theirs = preference(model, ids, labels, kind, smoothing)
+        if kind == "kto":
+            loss, reference = kto(model, ids, labels)
+        else:
+            loss, reference = preference(model, ids, labels, kind, smoothing)
         loss.backward()
         key = f"{kind}/{smoothing}"
-        result |= {f"{key}/loss": loss, f"{key}/reference": theirs}
+        result |= {f"{key}/loss": loss, f"{key}/reference": reference}
         result |= {f"{key}/{name}": x for name, x in first_gradients(model).items()}
 
     config = transformers.BertConfig(**SIZES, num_labels=4, pad_token_id=0)

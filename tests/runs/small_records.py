@@ -54,6 +54,10 @@ def records():
             for x in chats()
             for no in [{"role": "assistant", "content": "no"}]
         ],
+        "answers": [
+            {"prompt": f"{a}?", "completion": a if i % 3 else NUMBERS[-i - 1], "label": i % 3 > 0}
+            for i, a in enumerate(NUMBERS)
+        ],
         "labels": [{"text": x, "label": x.split(", ")[1]} for x in texts],
         "numbers": [{"text": x, "text_pair": "or", "label": len(x) / 10} for x in texts],
         "words": [
@@ -119,6 +123,12 @@ CONFIGS = {
         "task": "preference",
         "data": {"train": "pairs.jsonl", "dev": "pairs.jsonl", "length": 32},
         "model": {"from": "runs/chat", "adapters": {"rank": 2}},
+        "training": TRAINING,
+    },
+    "kto": {
+        "task": "kto",
+        "data": {"train": "answers.jsonl", "dev": "answers.jsonl", "length": 32},
+        "model": {"from": "llama", "adapters": {"rank": 2}},
         "training": TRAINING,
     },
     "reward": {

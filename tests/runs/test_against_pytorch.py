@@ -9,16 +9,31 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss, SequenceHead
-from dtransformer.layers.preference import PreferenceLoss, RewardLoss, SequenceLogProbability
+from dtransformer.layers.preference import (
+    MEAN_LOSSES,
+    PreferenceLoss,
+    RewardLoss,
+    SequenceLogProbability,
+)
 from dtransformer.models import from_pretrained, load_lora
 from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pairs import GroupModel
+from dtransformer.runs.tasks.kto import KTOLoss
 from tests.models.pretrained.published import with_transformers
 
 pytestmark = with_transformers
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 BETA = 0.3
-KINDS = [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0), ("hinge", 0.0)]
+KINDS = [
+    ("sigmoid", 0.0),
+    ("sigmoid", 0.1),
+    ("sigmoid_norm", 0.0),
+    ("ipo", 0.0),
+    ("hinge", 0.0),
+    ("simpo", 0.1),
+    ("orpo", 0.0),
+    ("kto", 0.0),
+]
 
 
 def run(program, folder):
@@ -48,12 +63,19 @@ def make_inputs(result, with_labels):
 def test_preference_loss_with_adapters_matches_pytorch(reference, kind, smoothing):
     folder, result = reference
     core, key = from_pretrained(folder / "llama"), f"{kind}/{smoothing}"
-    scores = SequenceLogProbability(core.vocab_size, kind == "ipo")
+    scores = SequenceLogProbability(core.vocab_size, kind in MEAN_LOSSES)
     model, inputs = GroupModel(core, scores), make_inputs(result, True)
     before = model(inputs)
-    np.testing.assert_allclose(before, result[f"{key}/reference"], **CLOSE)
+    if kind != "simpo":
+        np.testing.assert_allclose(before, result[f"{key}/reference"], **CLOSE)
     load_lora(core, folder / "adapters")
-    preference_loss = PreferenceLoss(kind, BETA, smoothing)
+    preference_loss = (
+        PreferenceLoss(kind, BETA, smoothing) if kind != "kto" else KTOLoss(BETA, 1.5, 0.5)
+    )
+    if kind == "simpo":
+        before = tf.zeros_like(before)
+    if kind == "kto":
+        before = tf.concat([before, [[1.0], [-1.0], [1.0]]], axis=1)
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(preference_loss.call(before, model(inputs)))
     np.testing.assert_allclose(loss, result[f"{key}/loss"], **CLOSE)
@@ -69,10 +91,10 @@ def test_preference_loss_with_adapters_matches_pytorch(reference, kind, smoothin
 def test_reference_losses_match_trl(reference):
     folder, result = reference
     run("reference_trl", folder)
-    of_trl = np.load(folder / "of_trl.npz")
-    assert len(of_trl.files) == 13
-    for name in of_trl.files:
-        np.testing.assert_allclose(of_trl[name], result[name], **CLOSE, err_msg=name)
+    trl_values = np.load(folder / "trl.npz")
+    assert len(trl_values.files) == 25
+    for name in trl_values.files:
+        np.testing.assert_allclose(trl_values[name], result[name], **CLOSE, err_msg=name)
 
 
 @pytest.mark.parametrize("center_rewards", [None, 0.01])
@@ -114,7 +136,7 @@ def test_classification_with_a_trained_pooler_matches_pytorch(reference):
 
 
 def test_unknown_kinds_of_preference_losses_are_refused():
-    with pytest.raises(ValueError, match="`kind='kto'` is unknown. Choose 'sigmoid'"):
+    with pytest.raises(ValueError, match="`kind='kto'` is unknown. Choose one of sigmoid"):
         PreferenceLoss("kto")
 
 

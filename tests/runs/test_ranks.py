@@ -14,7 +14,12 @@ from tests.runs.small_records import CONFIGS, write, write_config
 from tests.shared_runs import needs_horovod
 
 ROOT = pathlib.Path(__file__).parents[2]
-LAYOUTS = {"data": [], "model": ["parallel.model_parallel=2"]}
+LAYOUTS = {
+    "data": [],
+    "zero": ["parallel.optimizer_shard=3"],
+    "model": ["parallel.model_parallel=2"],
+}
+LOSSES = ("sigmoid_norm", "simpo", "orpo")
 pytestmark = [needs_horovod, pytest.mark.long]
 
 
@@ -47,11 +52,19 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_losses_on_ranks_match_one_process(name, place):
-    expected = command(place, name, f"runs/{name}-1", 1, [])
+# Settings of at least 20 steps.
+CASES = [
+    *((name, []) for name in CONFIGS),
+    ("kto", ["training.epochs=10"]),
+    *(("preference", [f"training.loss={loss}", "training.epochs=3"]) for loss in LOSSES),
+]
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_losses_on_ranks_match_one_process(name, options, place):
+    expected = command(place, name, f"runs/{name}-1", 1, options)
     for layout, settings in LAYOUTS.items():
-        result = command(place, name, f"runs/{name}-{layout}", 2, settings)
+        result = command(place, name, f"runs/{name}-{layout}", 2, [*options, *settings])
         # Small losses are differences of large logits.
         tolerances = {"rtol": PARITY_LOSS, "atol": 1e-6}
         np.testing.assert_allclose(result, expected, **tolerances, err_msg=f"{name}, {layout}")

@@ -148,6 +148,43 @@ def test_preference_model_starts_equal_to_the_reference(place, chatted, capsys):
     np.testing.assert_allclose(beside(tokens), own, atol=1e-5)
 
 
+def test_unrelated_answers_of_kto_are_those_of_the_record_before(place):
+    task = make_task(load_config(write_config("kto", place), ["training.batch_size=2"]))
+    task.read()
+    records = task.records["dev"]
+    decode = task.tokenizer.decode_all
+
+    def answer(index, side):
+        ids, labels = records.sequence(index, side)
+        return decode(ids[labels >= 0].tolist())
+
+    assert len({answer(index, 0) for index in range(len(records))}) > 2
+    for index in range(len(records)):
+        assert answer(index, 1) == answer(index - 1 if index else len(records) - 1, 0)
+    assert records.targets[:, 2].tolist() == [-1, 1, 1, -1, 1, 1, -1, 1]
+
+
+@pytest.mark.parametrize(
+    "record, expected_message",
+    [
+        ({"prompt": "a", "completion": "b"}, "`label` must be true for a desirable"),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "got 'yes'"),
+        ({"prompt": "a", "completion": 3, "label": True}, "completion"),
+        ({"completion": "b", "label": True}, "prompt"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completion": "b", "label": True},
+            "must be texts, or messages",
+        ),
+    ],
+)
+def test_wrong_records_of_kto_raise_an_error(record, expected_message, place):
+    rows = [{"prompt": "a", "completion": "b", "label": False}, record]
+    (place / "wrong.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = make_task(load_config(write_config("kto", place), ["data.train=wrong.jsonl"]))
+    with pytest.raises(InputError, match=expected_message):
+        task.read("train")
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_remaining_tasks_train_and_evaluate(name, place, capsys):
     losses = train(name, place)

@@ -1,4 +1,4 @@
-"""Preference: train on pairs of a chosen and a rejected answer (DPO)."""
+"""Preference: train on pairs of a chosen and a rejected answer (DPO, IPO, SimPO, ORPO)."""
 
 import sys
 
@@ -8,14 +8,20 @@ from dtransformer.datasets.chat_records import Rendered, conversation
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import get_preference
 from dtransformer.datasets.tool_calls import get_tools
-from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
+from dtransformer.layers.preference import (
+    MEAN_LOSSES,
+    REFERENCE_LOSSES,
+    PreferenceLoss,
+    SequenceLogProbability,
+    margins,
+)
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.tasks.chat import ChatRecords
 
 
 class PairTask(ChatRecords):
-    """Base of tasks with records of a chosen and a rejected answer.
+    """Base of tasks with two sequences per record, such as a chosen and a rejected answer.
 
     Attributes:
         with_labels: Whether the inputs contain the labels of both sequences.
@@ -31,13 +37,14 @@ class PairTask(ChatRecords):
             prompt, *answers = get_preference(record, place)
             tools = get_tools(record, place) if isinstance(prompt, list) else ()
             for answer in answers:
-                texts.append(self._render_answer(prompt, answer, place, tools))
+                texts.append(self.render_answer(prompt, answer, place, tools))
                 places.append(place)
         rows = self.encode_rendered(texts, places)
         pairs = list(zip(rows[::2], rows[1::2]))
         return pairs, [self.target(record, place) for place, record in records]
 
-    def _render_answer(self, prompt, answer, place, tools):
+    def render_answer(self, prompt, answer, place, tools) -> Rendered:
+        """Return a prompt and its answer as text; only the answer has labels."""
         if isinstance(prompt, str):
             text = prompt + answer
             return Rendered(text, [(len(prompt), len(text))], True)
@@ -53,24 +60,27 @@ class PairTask(ChatRecords):
 
 
 class Preference(PairTask):
-    """Task for direct preference optimization (Rafailov et al., 2023).
+    """Task for preference optimization without reinforcement learning (Rafailov et al., 2023).
 
     The reference model is the initial network. Its log probabilities of all answers are computed once
-    before the first step, so no second network stays in memory.
+    before the first step, so no second network stays in memory. Some losses need no reference.
     """
 
     def scores(self, core: CausalLM) -> SequenceLogProbability:
-        is_mean = self.config.training.loss == "ipo"
+        is_mean = self.config.training.loss in MEAN_LOSSES
         return SequenceLogProbability(core.vocab_size, is_mean, name="scores")
 
     def before_training(self, trainer: keras.Model) -> None:
+        options = self.config.training
+        if options.reference_free or options.loss not in REFERENCE_LOSSES:
+            return
         for name, records in self.records.items():
             job.print_once(f"Reference ({name}): {len(records):,} pairs", sys.stderr)
             records.targets = self.predictions(trainer, name)
 
     def loss(self) -> PreferenceLoss:
         options = self.config.training
-        return PreferenceLoss(options.loss, options.beta, options.smoothing)
+        return PreferenceLoss(options.loss, options.beta, options.smoothing, options.simpo_gamma)
 
     def metrics(self) -> dict:
         beta = self.config.training.beta

@@ -31,9 +31,10 @@ CHAIN = (
 ALONE = CHAIN[0]
 # Layout -> layouts whose checkpoints it restores in the quick suite. The long suite adds all others.
 RESTORED = {
-    name: QUICK[-2:] if name == ALONE else CHAIN[max(number - 2, 0) : number]
-    for number, name in enumerate(CHAIN)
+    name: QUICK[-2:] if name == ALONE else CHAIN[max(index - 2, 0) : index]
+    for index, name in enumerate(CHAIN)
 }
+RESTORED["mp2@2x1"] = (ALONE,)  # The layout with the largest mesh runs first; see `launch_runs`.
 # Layouts of runs that are resumed on the same layout (long suite).
 RESUMED = ("alone@1x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1")
 # Layouts with replicated 16-bit copies of sharded weights, and loss scaling.

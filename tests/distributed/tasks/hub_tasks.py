@@ -54,7 +54,7 @@ def make_inputs(kind):
 def compile_task(model):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     accuracy = keras.metrics.SparseCategoricalAccuracy()
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
     model.compile(optimizer=optimizer, loss=loss, weighted_metrics=[accuracy])
 
 

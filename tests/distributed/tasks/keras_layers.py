@@ -16,9 +16,10 @@ QUICK_STEPS = 5
 def train(name, steps, layout):
     """Train a network of `NETWORKS` for some steps on one batch.
 
-    Keras trains on one device. Every rank starts from other weights, and rank 0's weights must win.
+    Keras trains on one device. Every rank starts from other weights, and rank 0's weights must win,
+    except in a pipeline, where each rank has the only weights of its stage.
     """
-    keras.utils.set_random_seed(dtransformer.rank())
+    keras.utils.set_random_seed(dtransformer.rank() if layout.stages == 1 else 0)
     network = NETWORKS[name]()
     inputs, labels = make_batch(name)
     model = network if layout == ALONE else Trainer(network)
