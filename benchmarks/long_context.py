@@ -35,7 +35,7 @@ from harness.printed import json_with
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--modes", default="ulysses,all_gather,ring")
+    parser.add_argument("--modes", default="ulysses,all_gather,ring,ulysses_ring")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=2, help="timed steps")
     parser.add_argument("--layers", type=int, default=2)

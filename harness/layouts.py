@@ -125,7 +125,7 @@ _NAME = re.compile(
     r"(?:ep(?P<experts>\d+))?(?:pp(?P<stages>\d+))?"
     r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|zb_h1|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
-    r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<mode>ulysses|all_gather|ring))?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
+    r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<mode>ulysses_ring|ulysses|all_gather|ring))?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
     r"(?P<reduces>\+reduce)?(?P<recompute>\+recompute)?(?P<policy>\+bf16|\+fp16)?(?P<as_on_gpus>\+gpu)?"
 )
 
@@ -217,6 +217,17 @@ CONTEXT = (
         )
         for context in (2, 4)
         for mode in _MODES
+        for ranks, others in _CONTEXT_GRIDS
+    ),
+    # Two rings of two shards.
+    *(
+        Layout(
+            ranks=ranks,
+            devices=4 * others.get("model", 1),
+            context=4,
+            mode="ulysses_ring",
+            **others,
+        )
         for ranks, others in _CONTEXT_GRIDS
     ),
     # Each rank has one device.

@@ -290,6 +290,8 @@ DEEP_NETWORKS = {
     "deep_moe": moe,
     "deep_moe_global": moe_global,
     "deep_bert": bert,
+    "deep_masked": bert,
+    "deep_long_masked": bert,
     "deep_sentences": sentences,
     "deep_bart": bart,
     "deep_t5": t5,

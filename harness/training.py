@@ -202,6 +202,15 @@ def _as_texts(inputs, labels):
     return inputs["target"], labels
 
 
+def _as_masked(inputs, labels):
+    """Convert target texts to a quarter of their positions, which differ between rows."""
+    ids = inputs["target"]
+    first = tf.reduce_sum(ids, axis=1, keepdims=True) % 4
+    positions = first + 4 * tf.range(tf.shape(ids)[1] // 4)
+    labels = tf.gather(labels, positions, batch_dims=1)
+    return {"tokens": ids, "masked_lm_positions": positions}, labels
+
+
 def _as_sentences(inputs, labels):
     """Convert target texts to pairs of sentences. The label of a pair is the parity of its ids."""
     ids = inputs["target"]
@@ -231,6 +240,8 @@ _DATA = {
         ("long_causal", "long_moe", *(name for name in FORMS if name.startswith("long_"))),
         lambda *batch: _as_texts(*_divisible(*batch)),
     ),
+    "masked": _as_masked,
+    "long_masked": lambda *batch: _as_masked(*_divisible(*batch)),
     "sentences": _as_sentences,
     "bart": _starting_with_padding,
     "t5": _starting_with_padding,

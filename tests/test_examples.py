@@ -21,10 +21,14 @@ EXAMPLES = ROOT / "examples"
 FOLDER = EXAMPLES / "language_model"
 
 
-def run(*command):
+def run(*command, seconds=None):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=seconds,
     )
     assert not process.returncode, process.stdout + process.stderr
     return process.stdout
@@ -147,3 +151,16 @@ def test_keras_hub_example_stores_half_of_the_weights_on_each_rank():
     printed = run("-m", "dtransformer.cli", "launch", "-np", 2, "--", sys.executable, program)
     share = re.search(r"Each device stores ([\d.]+)% of", printed)
     assert float(share[1]) <= 55
+
+
+@needs_horovod
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["parameter_server", "switch_parallelism"])
+def test_examples_of_collectives_print_their_difference_from_one_process(name):
+    """tests/distributed/test_collectives.py compares their losses in the quick suite."""
+    program = EXAMPLES / "collectives" / f"{name}.py"
+    launch = ["-m", "dtransformer.cli", "launch", "-np", 2, "--", sys.executable, program]
+    printed = run(*launch, seconds=300)
+    assert "Ranks: 2." in printed
+    difference = re.search(r"Maximum relative difference from one process: (\S+)\.$", printed, re.M)
+    assert float(difference[1]) <= 1e-5

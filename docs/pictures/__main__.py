@@ -11,7 +11,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 import charts
 import diagrams
 import measured
+import sharding
 
 diagrams.draw_all()
 charts.draw_all()
 measured.draw_all()
+sharding.draw_all()

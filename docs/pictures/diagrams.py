@@ -1,4 +1,4 @@
-"""Diagrams: the package, a training step and the six kinds of parallelism."""
+"""Diagrams: the package, a training step and the kinds of parallelism."""
 
 from style import (
     BLUE,
@@ -27,6 +27,7 @@ def draw_all():
     tensor_parallel()
     sequence_parallel()
     context_parallel()
+    ulysses_ring()
     expert_parallel()
     pipeline_parallel()
 
@@ -228,6 +229,29 @@ def context_parallel():
         va="center",
     )
     save(figure, "context_parallel")
+
+
+def ulysses_ring():
+    """Each part of the heads has a separate ring of keys and values."""
+    figure, axes = canvas(WIDTH, HEIGHT)
+    _title(axes, "Two parts of the heads, each with a ring.")
+    for index in range(4):
+        ring, place = index % 2, index // 2
+        x = 0.95 + 1.7 * place
+        y = 1.32 - 1.07 * ring
+        color = DEVICE_COLORS[ring]
+        _device(axes, index, x, y, 1.35, 0.97)
+        positions = "0, 2, 4, …" if place == 0 else "1, 3, 5, …"
+        box(axes, x + 0.1, y + 0.37, 1.15, 0.24, f"Q  {positions}", color=color, size=8)
+        box(axes, x + 0.1, y + 0.07, 1.15, 0.24, "K V", color=color, size=8)
+        if place == 0:
+            half = ("first", "second")[ring]
+            axes.text(
+                0.48, y + 0.48, f"{half} half\nof the\nheads", size=8.5, ha="center", va="center"
+            )
+            arrow(axes, (x + 1.25, y + 0.23), (x + 1.8, y + 0.23), color=INK)
+            arrow(axes, (x + 1.8, y + 0.13), (x + 1.25, y + 0.13), color=INK)
+    save(figure, "ulysses_ring")
 
 
 def expert_parallel():

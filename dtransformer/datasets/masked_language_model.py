@@ -7,7 +7,7 @@ import numpy as np
 from dtransformer.datasets.indexed_batches import IGNORED, Example
 from dtransformer.datasets.language_model import PackedDocuments
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
 
 _NEVER_MASKED = "pad", "start", "end", "cls", "sep", "mask"  # Unknown words may be masked.
 # Fractions of the chosen tokens. The others are unchanged.
@@ -81,6 +81,51 @@ class Masking:
         return masked, labels
 
 
+def num_positions(length: int, rate: float, multiple: int = 1) -> int:
+    """Return the number P of positions in a row's `masked_lm_positions`.
+
+    `Masking` chooses at most this many tokens, so no label is ever left out.
+
+    Args:
+        length: Integer. Maximum number of tokens of a row that may be masked.
+        rate: Float. Fraction of the tokens to choose.
+        multiple: Integer. The number is rounded up to a multiple of it. Defaults to 1.
+
+    Raises:
+        InputError: If `multiple` is less than 1.
+
+    Example:
+
+    >>> num_positions(512, 0.15), num_positions(512, 0.15, multiple=4)
+    (77, 80)
+    """
+    check_int("pad_positions_to_multiple_of", multiple)
+    count = max(1, round(rate * length))
+    return -(-count // multiple) * multiple
+
+
+def select_masked(
+    inputs: dict[str, np.ndarray], labels: np.ndarray, count: int | None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Add the masked positions to a row's inputs, and select the labels at them.
+
+    Args:
+        inputs: Dict of the row's inputs.
+        labels: int32 [s], `IGNORED` at positions that are not masked.
+        count: Integer. Number P of positions. Position 0 with the label `IGNORED` fills the row.
+            `None` returns both arguments unchanged.
+
+    Returns:
+        A tuple of the inputs with `"masked_lm_positions"`, int32 [P], and labels int32 [P].
+    """
+    if count is None:
+        return inputs, labels
+    masked = np.flatnonzero(labels != IGNORED).astype(np.int32)
+    fill = (0, count - len(masked))
+    inputs = {**inputs, "masked_lm_positions": np.pad(masked, fill)}
+    return inputs, np.pad(labels[masked], fill, constant_values=IGNORED)
+
+
 def row_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     """Return the random generator of a row, which depends on seed, epoch and row index."""
     # NumPy treats the seeds [a, b] and [a, b, 0] as equal. The 1 separates rows from epochs.
@@ -93,10 +138,14 @@ class MaskedLanguageModelBatches(PackedDocuments):
     Rows are packed as in `LanguageModelBatches`. Documents are enclosed in the tokenizer's `cls`
     and `sep` tokens, or in its start and end tokens if it lacks these. A batch is
 
-        ({"tokens": int32 [b, s], "segments": int32 [b, s]}, labels int32 [b, s])
+        ({"tokens": int32 [b, s], "segments": int32 [b, s], "masked_lm_positions": int32 [b, P]},
+         labels int32 [b, P])
 
-    where labels are the original ids of the chosen tokens, and `ignore_id` elsewhere. Each epoch
-    chooses different tokens, depending on seed, epoch and row.
+    where labels are the original ids at the positions of the chosen tokens. P is `rate` times the
+    length, rounded. Rows with fewer chosen tokens are filled with position 0 and the label
+    `ignore_id`. With `all_positions=True` a batch has no positions, and labels are int32 [b, s],
+    `ignore_id` at tokens that are not chosen. Each epoch chooses different tokens, depending on
+    seed, epoch and row.
 
     Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §3.1; Liu et al., 2019, "RoBERTa",
     arXiv 1907.11692, §4.1 on dynamic masking, and §4.2 on "DOC-SENTENCES", here with several
@@ -107,6 +156,10 @@ class MaskedLanguageModelBatches(PackedDocuments):
         rate: Float. Fraction of the tokens to choose. Defaults to 0.15.
         mask_id: Integer. Id of the mask token. `None` (default) uses the tokenizer's mask token, or
             an additional id if it has none.
+        all_positions: Boolean. Whether labels have all positions of a row, instead of the chosen
+            ones. The network then computes logits at all positions. Defaults to `False`.
+        pad_positions_to_multiple_of: Integer. P is rounded up to a multiple of it. Context
+            parallelism shards logits only if it divides P. Defaults to 1.
         **options: `length`, `batch_size` and other arguments of `LanguageModelBatches`.
 
     Attributes:
@@ -123,7 +176,7 @@ class MaskedLanguageModelBatches(PackedDocuments):
     >>> batches = MaskedLanguageModelBatches(shards, length=6, batch_size=1)
     >>> inputs, labels = next(iter(batches.as_dataset()))
     >>> labels.shape, batches.vocab_size
-    (TensorShape([1, 6]), 27)
+    (TensorShape([1, 1]), 27)
     """
 
     _START_NAMES = ("cls", "start")
@@ -135,20 +188,26 @@ class MaskedLanguageModelBatches(PackedDocuments):
         *,
         rate: float = 0.15,
         mask_id: int | None = None,
+        all_positions: bool = False,
+        pad_positions_to_multiple_of: int = 1,
         **options,
     ):
         self._masking = Masking.from_shards(shards, rate, mask_id)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
         super().__init__(shards, **options)
+        self._num_positions = None
+        if not all_positions:
+            self._num_positions = num_positions(self.length, rate, pad_positions_to_multiple_of)
 
     def row(self, epoch: int, index: int) -> Example:
-        """Return `{"tokens": int32 [s], "segments": int32 [s]}` and labels int32 [s] of a row."""
+        """Return the inputs and labels of a row, without the batch dimension."""
         ids, segments = self._read(epoch, index, self.length)
         ids, labels = self._masking(ids, row_generator(self._seed, epoch, index))
         labels[segments == 0] = self.ignore_id
-        return {"tokens": ids, "segments": segments}, labels
+        inputs = {"tokens": ids, "segments": segments}
+        return select_masked(inputs, labels, self._num_positions)
 
     def empty_row(self) -> Example:
         """Return a row of padding, whose labels are ignored."""
         inputs = self._empty_inputs()
-        return inputs, inputs["segments"] + self.ignore_id
+        return select_masked(inputs, inputs["segments"] + self.ignore_id, self._num_positions)

@@ -4,7 +4,12 @@ import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
 from dtransformer.datasets.language_model import first_id
-from dtransformer.datasets.masked_language_model import Masking, row_generator
+from dtransformer.datasets.masked_language_model import (
+    Masking,
+    num_positions,
+    row_generator,
+    select_masked,
+)
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError, check_int
 
@@ -20,20 +25,22 @@ class NextSentenceBatches(IndexedBatches):
     random point into A and B. In half of the rows, and if there is only one sentence, B is replaced
     by text of another document. A batch is
 
-        ({"tokens": int32 [b, s], "token_types": int32 [b, s]},
-         {"masked_lm": int32 [b, s], "next_sentence": int32 [b]})
+        ({"tokens": int32 [b, s], "token_types": int32 [b, s], "masked_lm_positions": int32 [b, P]},
+         {"masked_lm": int32 [b, P], "next_sentence": int32 [b]})
 
     with tokens `[CLS] A [SEP] B [SEP]` and padding. Token types are 0 up to the first `[SEP]`, and
-    1 up to the second. `masked_lm` are the original ids of the masked tokens, `ignore_id`
-    elsewhere. `next_sentence` is 0 if B follows A, and 1 if it is from another document. All random
-    choices depend on seed, epoch and row, so each epoch differs.
+    1 up to the second. `masked_lm` are the original ids at the positions of the chosen tokens; see
+    `MaskedLanguageModelBatches`. P is `rate` times s − 3, rounded. `next_sentence` is 0 if B
+    follows A, and 1 if it is from another document. All random choices depend on seed, epoch and
+    row, so each epoch differs.
 
     Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §3.1 and §A.2.
 
     Args:
         shards: `TokenShards` of documents whose parts are sentences.
         length: Integer. Number of tokens s of a row.
-        rate, mask_id: See `MaskedLanguageModelBatches`.
+        rate, mask_id, all_positions, pad_positions_to_multiple_of: See
+            `MaskedLanguageModelBatches`.
         **options: `batch_size` and other arguments of `LanguageModelBatches`, except `add_start`
             and `add_end`.
 
@@ -65,6 +72,8 @@ class NextSentenceBatches(IndexedBatches):
         length: int,
         rate: float = 0.15,
         mask_id: int | None = None,
+        all_positions: bool = False,
+        pad_positions_to_multiple_of: int = 1,
         **options,
     ):
         check_int("length", length, _NUM_SPECIAL + 2)
@@ -81,6 +90,10 @@ class NextSentenceBatches(IndexedBatches):
                 "one with `cls_id` and `sep_id`, or `start_id` and `end_id`."
             )
         self._masking = Masking.from_shards(shards, rate, mask_id)
+        self._num_positions = None
+        if not all_positions:
+            max_tokens = length - _NUM_SPECIAL
+            self._num_positions = num_positions(max_tokens, rate, pad_positions_to_multiple_of)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
         self._shards = shards
         self._chunks = []  # One (starts, ends) tuple of part indices per shard.
@@ -98,19 +111,26 @@ class NextSentenceBatches(IndexedBatches):
         first, second, is_next = self._pair(index, rng)
         first, second = truncate_pair(first, second, self.length - _NUM_SPECIAL, rng)
         ids = np.concatenate([[self._cls], first, [self._sep], second, [self._sep]])
-        ids, labels = self._masking(ids.astype(np.int32), rng)
-        inputs, row_labels = self.empty_row()
+        ids, chosen_labels = self._masking(ids.astype(np.int32), rng)
+        inputs, labels = self._padding()
         inputs["tokens"][: len(ids)] = ids
         inputs["token_types"][len(first) + 2 : len(ids)] = 1
-        row_labels["masked_lm"][: len(ids)] = labels
-        return inputs, {**row_labels, "next_sentence": np.int32(FOLLOWS if is_next else IS_RANDOM)}
+        labels[: len(ids)] = chosen_labels
+        return self._example(inputs, labels, FOLLOWS if is_next else IS_RANDOM)
 
     def empty_row(self) -> Example:
         """Return a row of padding, whose labels are ignored."""
+        return self._example(*self._padding(), self.ignore_id)
+
+    def _padding(self):
+        """Return the inputs of an empty row and ignored labels, int32 [s]."""
         zeros = np.zeros(self.length, np.int32)
-        labels = {"masked_lm": zeros + np.int32(self.ignore_id)}
-        labels["next_sentence"] = np.int32(self.ignore_id)
-        return {"tokens": zeros + np.int32(self.pad_id), "token_types": zeros}, labels
+        inputs = {"tokens": zeros + np.int32(self.pad_id), "token_types": zeros}
+        return inputs, zeros + np.int32(self.ignore_id)
+
+    def _example(self, inputs, labels, next_sentence):
+        inputs, labels = select_masked(inputs, labels, self._num_positions)
+        return inputs, {"masked_lm": labels, "next_sentence": np.int32(next_sentence)}
 
     def _pair(self, index, rng):
         """Return the ids of A, the ids of B, and whether B follows A."""

@@ -6,7 +6,7 @@ from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import check_divisible
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.context_parallel.plan import check_heads
+from dtransformer.parallel.context_parallel.plan import count_head_parts
 
 
 def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementation: str) -> None:
@@ -26,8 +26,10 @@ def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementa
             "`implementation='reference'` does not support sharded sequences "
             f"(`context_parallel={shards}`). Use `implementation='auto'`."
         )
-    if config.context_parallel_mode == "ulysses":
-        check_heads(local_heads, num_kv_heads // config.model_parallel, shards)
+    local_kv_heads = num_kv_heads // config.model_parallel
+    count_head_parts(
+        config.context_parallel_mode, shards, local_heads, local_kv_heads, config.ulysses_shards
+    )
 
 
 def check_inputs(

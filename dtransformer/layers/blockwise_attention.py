@@ -231,9 +231,7 @@ class _Blocks:
 
     def shard_sinks(self, sinks):
         """Convert sinks `[1, n, 1, 1]` to the layout of the shards, `[c or 1, 1, n, 1, 1]`."""
-        return (
-            self.exchange.heads(sinks) if self.plan.has_all_positions else tf.expand_dims(sinks, 0)
-        )
+        return self._spread(tf.expand_dims(sinks, 0))
 
     def scores(self, q, k, tensors, row: int, column: Columns):
         """Return the scores `[c, b, n, s, t]` of a block, -inf for masked keys."""
@@ -254,39 +252,29 @@ class _Blocks:
         return mask_scores(scores, visible)
 
     def _in_reach(self, row: Range, position: int, size: int):
-        """Return the keys in reach of a block's queries, bool `[c or 1, 1, 1, s, t]`."""
-        first = self.plan.positions(0)[row[0]]
-        num_queries = row[1] - row[0]
-        if self.plan.has_all_positions:
-            queries = first + tf.reshape(
-                tf.range(num_queries, dtype=INDEX_TYPE), [1, 1, 1, num_queries]
-            )
-        else:
-            c = self.plan.shards
-            is_striped = self.plan.is_striped
-            stride = 1 if is_striped else self.plan.num_own_queries
-            starts = first + stride * tf.range(c, dtype=INDEX_TYPE)
-            starts = constrain(
-                tf.reshape(starts, [c, 1, 1, 1]), ("length_shards", None, None, None)
-            )
-            queries = starts + (c if is_striped else 1) * tf.range(num_queries, dtype=INDEX_TYPE)
+        """Return the keys in reach of a block's queries, bool `[c, 1, 1, s, t]`."""
+        firsts = [self.plan.positions(shard)[row[0]] for shard in range(self.plan.shards)]
+        firsts = tf.reshape(tf.constant(firsts, INDEX_TYPE), [-1, 1, 1, 1])
+        firsts = constrain(firsts, ("length_shards", None, None, None))
+        queries = firsts + self.plan.stride * tf.range(row[1] - row[0], dtype=INDEX_TYPE)
         return self._options.near(queries, position + tf.range(size))
 
     def _bias_of(self, tensors, row, position, size):
-        """Return the bias of a block, `[c or 1, 1, n, s, t]`."""
+        """Return the bias of a block, `[c, 1, n, s, t]`."""
         num_queries = row[1] - row[0]
+        bias = self._options.bias
+        plan = self.plan
+        firsts = [plan.positions(shard)[row[0]] for shard in range(0, plan.shards, plan.head_parts)]
+        values = [
+            bias.block(tensors, first, num_queries, position, size, plan.stride) for first in firsts
+        ]
+        return self._spread(tf.stack([tf.expand_dims(x, 0) for x in values]))
 
-        def row_bias(first):
-            return self._options.bias.block(tensors, first, num_queries, position, size)
-
-        if self.plan.has_all_positions:
-            return self.exchange.heads(tf.expand_dims(row_bias(row[0]), 0))
-        firsts = [self.plan.positions(shard)[row[0]] for shard in range(self.plan.shards)]
-        values = tf.stack([tf.expand_dims(row_bias(first), 0) for first in firsts])
-        # The first constraint replicates the gradient. DTensor cannot concatenate gradients of
-        # single shards.
-        values = constrain(values, (None, None, "heads", None, None))
-        return constrain(values, ("length_shards", None, "heads", None, None))
+    def _spread(self, x):
+        """Convert values `[p or 1, 1, n, s, t]` for p parts of the positions, see `spread`."""
+        # The constraint replicates the gradient. DTensor cannot concatenate gradients of single
+        # shards.
+        return self.exchange.spread(constrain(x, (None, None, "heads", None, None)))
 
     def draw_masks(self, queries, round_id, row):
         """Return the dropout mask of each block of keys, for a round and a block of queries."""

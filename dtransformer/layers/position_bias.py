@@ -34,32 +34,35 @@ class PositionBias:
         num_queries: int,
         first_key: int | tf.Tensor,
         num_keys: int,
+        stride: int = 1,
     ) -> tf.Tensor:
-        """Return the biases of consecutive queries and consecutive keys.
+        """Return the biases of equally spaced queries and consecutive keys.
 
         Args:
             tensors: List of tensors, in the form of the attribute `tensors`.
             first_query, first_key: Integers. Positions of the first query and the first key.
             num_queries, num_keys: Integers s and t.
+            stride: Integer. Distance between the positions of two queries. Defaults to `1`.
 
         Returns:
             A tensor of shape `[n, s, t]`.
         """
         s = num_queries
         t = num_keys
-        nearest = first_key - first_query - (s - 1)
-        values = tf.transpose(self._compute_bias(tensors, nearest + tf.range(s + t - 1)))
+        last = (s - 1) * stride
+        nearest = first_key - first_query - last
+        length = last + t
+        values = tf.transpose(self._compute_bias(tensors, nearest + tf.range(length)))
         if isinstance(s, int) and s == 1:
             return values[:, None, :]
-        # Row i of the result starts at element s - 1 - i of the values. The values are repeated for
-        # each row, flattened, and read in rows that are one element shorter, which shifts them
-        # without a gather. They are repeated by adding zeros, since DTensor must also know the
-        # shapes in the gradient.
+        # Row i of the result starts at element (s - 1 - i) * stride of the values. The values are
+        # repeated for each row, flattened, and read in rows that are `stride` elements shorter,
+        # which shifts them without a gather. They are repeated by adding zeros, since DTensor must
+        # also know the shapes in the gradient.
         n = values.shape[0]
-        length = s + t - 1
         rows = tf.reshape(values[:, None, :] + tf.zeros([s, 1], values.dtype), [n, s * length])
-        rows = rows[:, s - 1 : s - 1 + s * (length - 1)]
-        return tf.reshape(rows, [n, s, length - 1])[:, :, :t]
+        rows = rows[:, last : last + s * (length - stride)]
+        return tf.reshape(rows, [n, s, length - stride])[:, :, :t]
 
     def at_positions(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
         """Return the biases of queries and keys at arbitrary positions.

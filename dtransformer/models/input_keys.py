@@ -26,11 +26,13 @@ class InputKeys:
             input also accepts it without a dict.
         optional: Tuple of the names of optional inputs.
         aliases: Dict from input names of `transformers` to the names in this library.
+        training_only: Tuple of the optional inputs that exported networks do not have.
     """
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
     aliases: Mapping[str, str]
+    training_only: tuple[str, ...] = ()
 
     def to_dict(self, inputs: Any, owner: str) -> dict[str, Any]:
         """Return the inputs as a dict with this library's names. Drop inputs that are `None`.

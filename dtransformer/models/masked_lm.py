@@ -10,6 +10,7 @@ from dtransformer.layers.position import TokenTypeEmbedding
 from dtransformer.models.base import start_after_padding
 from dtransformer.models.input_keys import InputKeys, get_mask, masked_segments
 from dtransformer.models.one_stack import OneStackModel
+from dtransformer.parallel.tensor_parallel.embedding import gather_positions
 from dtransformer.transformer_config import TransformerConfig
 
 
@@ -18,7 +19,8 @@ class MaskedLM(OneStackModel):
     """Encoder that returns logits of the original tokens at masked positions.
 
     Labels are the original tokens at masked positions. At all other positions they are an id
-    that the loss ignores; see `CrossEntropyLoss(ignore_id=…)`.
+    that the loss ignores; see `CrossEntropyLoss(ignore_id=…)`. With `"masked_lm_positions"` in the
+    inputs, the head computes logits at these positions only, and labels have their shape.
 
     RoBERTa is `num_token_types=1, position_offset=2, pad_id=1`. ModernBERT is
     `positions="rotary", norm="layer_norm_without_beta", gated=True, use_bias=False,
@@ -43,10 +45,13 @@ class MaskedLM(OneStackModel):
             `"segments"`: For packed texts. Text index of each token, from 1; 0 for padding.
             `"attention_mask"`: 1 for tokens and 0 for padding. Defaults to 0 where the id is
             `pad_id`.
+            `"masked_lm_positions"`: [b, P], the positions in [0, s) that get logits. The loss must
+            ignore the labels of positions that fill a row. Defaults to all positions.
         training: Boolean. Whether to apply dropout.
 
     Output shape:
-        [b, s, V'], with V' the vocabulary size padded to a multiple of `model_parallel`.
+        [b, s, V'], or [b, P, V'] with `"masked_lm_positions"`. V' is the vocabulary size padded to
+        a multiple of `model_parallel`.
         With `next_sentence`, a dict of these logits as `"masked_lm"` and of
         `"next_sentence"` [b, 2].
 
@@ -65,8 +70,9 @@ class MaskedLM(OneStackModel):
 
     input_keys = InputKeys(
         ("tokens",),
-        ("attention_mask", "token_types", "segments"),
+        ("attention_mask", "token_types", "segments", "masked_lm_positions"),
         {"input_ids": "tokens", "token_type_ids": "token_types"},
+        training_only=("masked_lm_positions",),
     )
 
     network_class = "MaskedLM"
@@ -144,12 +150,28 @@ class MaskedLM(OneStackModel):
         elif mask is None and self.pad_id is not None:
             mask = ids != self.pad_id
         x = self.blocks(x, mask, training=training)
+        positions = named.get("masked_lm_positions")
+        if positions is not None:
+            self._check_masked_positions(positions, ids)
         if self.has_task_head:
             return self.labels(x, ids, mask, training)
-        logits = self.head(x, table)
+        masked = x if positions is None else gather_positions(x, positions)
+        logits = self.head(masked, table)
         if self.sentence_head is None:
             return logits
         return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
+
+    def _check_masked_positions(self, positions, ids):
+        if self.has_task_head:
+            raise ValueError(
+                "The inputs contain 'masked_lm_positions', but the network has a "
+                f"{type(self.head).__name__} instead of a head for masked tokens. Remove them."
+            )
+        if not positions.shape.is_compatible_with([ids.shape[0], None]):
+            raise ValueError(
+                f"'masked_lm_positions' have shape {tuple(positions.shape)}, but 'tokens' have shape "
+                f"{tuple(ids.shape)}. Pass the same number of positions for every row, [b, P]."
+            )
 
     def _normalize_embedding(self, x, types):
         if self.token_types is not None:

@@ -11,6 +11,7 @@ from dtransformer.errors import InputError, raise_as_input_error, short_repr, su
 from dtransformer.parallel.config.config import NOT_ELEMENTWISE, TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import Topology, divisors
 from dtransformer.parallel.config.validators import check_supported
+from dtransformer.parallel.context_parallel.plan import make_plan
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
@@ -51,13 +52,18 @@ def _layout_groups(model, cluster, job, fixed):
 
     devices = cluster.num_devices
     batch = job.global_batch
+    config = job.fixed_config()
     groups = []
     for t in divisors(devices):
         crosses = t > cluster.devices_per_node and "model" not in fixed
         if crosses or not allowed("model", [t]) or _is_indivisible(model, t):
             continue
         for p, c in itertools.product(divisors(devices // t), repeat=2):
-            if devices % (t * p * c) or p > model.num_blocks or _is_context_indivisible(model, c):
+            if (
+                devices % (t * p * c)
+                or p > model.num_blocks
+                or _context_obstacle(model, config, t, c)
+            ):
                 continue
             data = devices // (t * p * c)
             axes = {"stage": p, "context": c, "data": data}
@@ -103,8 +109,20 @@ def _is_indivisible(model, t):
     return model.config.num_heads % t or model.num_kv_heads % t or any(size % t for size in inner)
 
 
-def _is_context_indivisible(model, c):
-    return c > 1 and any(kind.length % c for kind in model.kinds)
+def _context_obstacle(model, config, t, c):
+    """Return why c shards of a sequence and t model shards cannot divide attention, or `None`."""
+    ulysses_shards = config.ulysses_shards
+    if ulysses_shards and c % ulysses_shards:
+        return f"`ulysses_shards={ulysses_shards}` does not divide `context_parallel={c}`."
+    mode = config.context_parallel_mode
+    heads = model.config.num_heads // t, model.num_kv_heads // t
+    try:
+        for kind in model.kinds:
+            queries, keys = ((1, n, kind.length, model.head_dim) for n in heads)
+            make_plan(mode, c, queries, keys, False, False, ulysses_shards=ulysses_shards)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _expand_degrees(model, allowed, levels, *, t, p, c, e, data, batch, local):
@@ -225,8 +243,12 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
         text = f"{fields('stage')} is more than the {model.num_blocks} blocks"
     elif model.experts.expert_num % product("expert"):
         text = f"{fields('expert')} does not divide num_experts={model.experts.expert_num}"
-    elif _is_context_indivisible(model, product("context")):
-        text = f"{fields('context')} does not divide sequences of {model.sequence_length}"
+    elif "context" in fixed and (
+        obstacle := _context_obstacle(
+            model, job.fixed_config(), product("model"), product("context")
+        )
+    ):
+        return f"{model.name}: {obstacle}"
     elif batch % product(*batch_axes):
         return (
             f"global_batch={batch} is not divisible by {fields(*batch_axes)}. "

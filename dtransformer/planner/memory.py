@@ -157,7 +157,8 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
         for kind, x, y in zip(totals, dense, experts):
             totals[kind] = totals[kind] + x + y
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
-    logits = stage.has_head * b * s * model.config.vocab_size / t * (item_bytes + 2 * 4)
+    rows = b * model.num_predictions / layouts.context
+    logits = stage.has_head * rows * model.config.vocab_size / t * (item_bytes + 2 * 4)
     totals["logits"] = (
         logits + stage.has_embedding * alive * b * s * model.config.hidden_size * item_bytes
     )

@@ -56,6 +56,8 @@ class ModelShape:
         config: `TransformerConfig` of the network.
         sequence_length: Positions s of a training sequence. With an encoder, of the target.
         source_length: Positions of the source. Defaults to `sequence_length`.
+        predicted_positions: Positions per sequence with logits, such as the masked ones. `None`
+            for all positions.
         num_labels: Outputs of a task head per sequence. `None` for a vocabulary head.
         frozen_blocks: Number of first blocks that are frozen together with the embedding tables.
         adapter_rank: Rank r of low-rank adapters. They freeze all other weights. 0 disables them.
@@ -72,6 +74,7 @@ class ModelShape:
     config: TransformerConfig
     sequence_length: int
     source_length: int | None = None
+    predicted_positions: int | None = None
     num_labels: int | None = None
     frozen_blocks: int = 0
     adapter_rank: int = 0
@@ -81,7 +84,7 @@ class ModelShape:
     def __post_init__(self):
         if self.source_length is None:
             object.__setattr__(self, "source_length", self.sequence_length)
-        self._check(1, "sequence_length", "source_length")
+        self._check(1, "sequence_length", "source_length", "num_predictions")
         self._check(0, "frozen_blocks", "adapter_rank")
         for name in self.adapter_targets:
             if name not in self._adapters():
@@ -93,6 +96,13 @@ class ModelShape:
     def _check(self, minimum, *names):
         for name in names:
             check_int(f"{self.name}: {name}", getattr(self, name), minimum)
+
+    @property
+    def num_predictions(self) -> int:
+        """Number of positions per sequence with logits."""
+        if self.predicted_positions is None:
+            return self.sequence_length
+        return self.predicted_positions
 
     @property
     def num_blocks(self) -> int:
@@ -426,7 +436,7 @@ class ModelShape:
         if self.num_labels is not None:
             return h * self.num_labels
         if config.network != ENCODER:
-            return self.sequence_length * h * config.vocab_size
+            return self.num_predictions * h * config.vocab_size
         # A MaskedLM has a dense layer before the logits. Its sentence-pair head has two.
         pair = h * (h + 2) * config.head.next_sentence
-        return self.sequence_length * h * (h + config.vocab_size) + pair
+        return self.num_predictions * h * (h + config.vocab_size) + pair

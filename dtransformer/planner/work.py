@@ -147,7 +147,7 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
         layouts: The `Layouts`.
         is_16_bit: Boolean, whether products use 16-bit numbers.
     """
-    rows = layouts.micro_batch * model.sequence_length / layouts.context
+    rows = layouts.micro_batch * model.num_predictions / layouts.context
     entries = model.config.vocab_size / layouts.model
     passes = 2 if model.adapter_rank else 3
     products = passes * product_seconds(

@@ -75,6 +75,8 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
             (_, target, _) = streams[-1]
             rank = int(any(get_low_rank(x) and not x.trainable for x in network.variables))
             changes = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
+            if isinstance(shapes, Mapping) and "masked_lm_positions" in shapes:
+                changes["predicted_positions"] = shapes["masked_lm_positions"][1]
             with contextlib.suppress(InputError):  # The planner rejects networks without blocks.
                 flops = rows * from_network(network, **changes).flops_per_sequence()
     return float(tokens), flops

@@ -104,8 +104,10 @@ def get_run_shape(config: RunConfig, length: int) -> ModelShape:
                 "adapter_targets": _adapter_targets(adapters.targets),
             }
             adapter_options["adapter_kind"] = adapters.kind
+        positions = _task_class(config).predicted_positions(config)
         name = config.model.preset or config.model.from_ or f"{config.task} model"
-        return from_architecture(name, base, sequence_length=length, **adapter_options)
+        lengths = {"sequence_length": length, "predicted_positions": positions}
+        return from_architecture(name, base, **lengths, **adapter_options)
     arguments = {
         **vars(config.model),
         "source_vocab_size": vocab_size,

@@ -78,6 +78,7 @@ class DocumentData:
     sentences: bool = False  # Treat lines as sentences, for next_sentence
     length: Count = 512  # Tokens per row
     mask_rate: Rate = 0.15  # Fraction of tokens to predict
+    all_positions: bool = False  # Compute logits at all positions, not only at masked ones
     mean_span: Ratio = 3.0  # Mean tokens per span
     shuffle: bool = True  # Shuffle in every epoch
 

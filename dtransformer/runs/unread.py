@@ -21,6 +21,7 @@ TASKS_BY_KEY = {
     "evaluation.max_new_tokens": _GENERATE,
     "tokenizer.folder": tuple(task for task in SECTIONS if task != "translation"),
     "data.mask_rate": ("masked_lm", "next_sentence", "span_corruption"),
+    "data.all_positions": ("masked_lm", "next_sentence"),
     "data.mean_span": ("span_corruption",),
     "data.train_on": ("chat",),
     "data.packed": ("chat", "seq2seq"),

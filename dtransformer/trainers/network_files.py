@@ -199,6 +199,9 @@ def _signature(network, first):
     else:
         symbols = input_symbols(first)
     has_open_lengths = hasattr(network, "input_keys")
+    if has_open_lengths and isinstance(symbols, dict):
+        keys = network.input_keys
+        symbols = {name: x for name, x in symbols.items() if name not in keys.training_only}
 
     def spec(x):
         shape = [None] * len(x.shape) if has_open_lengths else [None, *x.shape[1:]]

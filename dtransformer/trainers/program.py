@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.initial_broadcast import initial_broadcast
+from dtransformer.parallel.keras_layers.batch_norm import synchronize_batch_norms
 from dtransformer.parallel.keras_layers.shard import shard_keras_layers
 from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
@@ -134,6 +135,7 @@ class Program:
             return self.runner
         # The build may have created layers that the first check could not find.
         compile_checks.check_network(self._network)
+        synchronize_batch_norms(self._network)
         self._states.find_metrics(self._network)
         check_same_training(self._network, self._options.optimizer)
         initial_broadcast(self._network.variables, [])

@@ -77,7 +77,7 @@ class Step:
             A dict of scalar tensors, the logs. With several data ranks `FINGERPRINTS` contains the
             ranks' batch fingerprints.
         """
-        local_batch = self._local_batch(batch, sharding)
+        local_batch = self._local_batch(batch, sharding, get_parallel_config().micro_batch_num)
         scalars = self._step_scalars(*local_batch)
         gradients, outputs, sums = self._forward_backward(*local_batch, scalars)
         metric_inputs = self._metric_inputs(local_batch, outputs)
@@ -97,9 +97,12 @@ class Step:
             sums[FINGERPRINTS] = self._fingerprints(batch, sharding.is_global)
         return self._test_logs(sums, counts, *self._metric_inputs(local_batch, outputs))
 
-    def _local_batch(self, batch, sharding):
-        """Return this rank's `(inputs, labels, sample_weight)`; probe the layers' states once."""
-        local_batch = keras.utils.unpack_x_y_sample_weight(sharding.local_rows(batch))
+    def _local_batch(self, batch, sharding, num_parts=1):
+        """Return this rank's `(inputs, labels, sample_weight)`; probe the layers' states once.
+
+        For `num_parts`, see `RowSharding.local_rows`.
+        """
+        local_batch = keras.utils.unpack_x_y_sample_weight(sharding.local_rows(batch, num_parts))
         if self._states.needs_probe:
             inputs, labels, _ = local_batch
             with tf.init_scope():

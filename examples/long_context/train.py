@@ -42,7 +42,9 @@ def parse_arguments():
     parser.add_argument(
         "--context_parallel", type=int, default=1, help="number of shards of each sequence"
     )
-    parser.add_argument("--mode", default="auto", help="ulysses, all_gather, ring or auto")
+    parser.add_argument(
+        "--mode", default="auto", help="ulysses, all_gather, ring, ulysses_ring or auto"
+    )
     return parser.parse_args()
 
 

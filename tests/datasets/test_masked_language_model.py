@@ -11,6 +11,7 @@ from dtransformer.datasets import (
     NextSentenceBatches,
     SpanCorruptionBatches,
 )
+from dtransformer.datasets.masked_language_model import num_positions
 from dtransformer.datasets.next_sentences import chunks, truncate_pair
 from dtransformer.datasets.span_corruption import random_spans, span_counts
 from tests.datasets.input_errors import get_error_message
@@ -101,8 +102,9 @@ def test_evaluation_batches_are_full(kind, shards):
     batches = some_batches(kind, shards, training=False, batch_size=7)
     rows = epoch_rows(batches)
     assert {len(value) for value in rows.values()} == {7 * len(batches)}
+    inputs = ("tokens", "segments", "token_types", "masked_lm_positions", "source", "target")
     for name, value in rows.items():
-        if name not in ("tokens", "segments", "token_types", "source", "target"):
+        if name not in inputs:
             assert (value[batches.num_rows :] == IGNORED).all()
 
 
@@ -110,8 +112,9 @@ def test_evaluation_batches_are_full(kind, shards):
 
 
 def test_fractions_of_masked_tokens(shards):
-    masked = some_batches("masked", shards, length=100, batch_size=1, shuffle=False)
-    plain = LanguageModelBatches(shards, length=100, batch_size=1, shuffle=False)
+    options = {"length": 100, "batch_size": 1, "shuffle": False}
+    masked = some_batches("masked", shards, all_positions=True, **options)
+    plain = LanguageModelBatches(shards, **options)
     counts = np.zeros(4)
     for epoch in range(5):
         masked.set_epoch(epoch)
@@ -132,7 +135,8 @@ def test_fractions_of_masked_tokens(shards):
 
 
 def test_every_token_is_masked_in_some_epoch(shards):
-    batches, requested = some_batches("masked", shards, batch_size=1, shuffle=False), 0
+    options = {"all_positions": True, "shuffle": False}
+    batches, requested = some_batches("masked", shards, **options), 0
     for epoch in range(60):
         requested = requested | (batches.row(epoch, 0)[1] != IGNORED)
     assert (requested == (batches.row(0, 0)[0]["segments"] > 0) & (requested > 0)).all()
@@ -146,11 +150,38 @@ def test_mask_id_can_be_chosen(shards):
     assert (rows["tokens"] == FIRST).mean() > 0.6
 
 
+@pytest.mark.parametrize("kind, max_tokens", [("masked", 40), ("pairs", 37)])
+@pytest.mark.parametrize("rate", [0.001, 0.15, 1.0])
+def test_positions_and_labels_contain_every_masked_token(kind, max_tokens, rate, shards):
+    options = {"rate": rate, "training": False, "batch_size": 7}
+    rows = epoch_rows(some_batches(kind, shards, **options))
+    full = epoch_rows(some_batches(kind, shards, all_positions=True, **options))
+    labels_key = "labels" if kind == "masked" else "masked_lm"
+    positions, labels = rows.pop("masked_lm_positions"), rows.pop(labels_key)
+    full_labels = full.pop(labels_key)
+    assert same(rows, full), "the masks do not depend on `all_positions`"
+    assert positions.shape == labels.shape == (len(full_labels), max(1, round(rate * max_tokens)))
+    restored = np.full_like(full_labels, IGNORED)
+    is_label = labels != IGNORED
+    restored[np.nonzero(is_label)[0], positions[is_label]] = labels[is_label]
+    np.testing.assert_array_equal(restored, full_labels)
+    assert is_label.sum() == (full_labels != IGNORED).sum(), "positions do not repeat"
+    assert (positions[~is_label] == 0).all()
+
+
+def test_number_of_positions_is_rounded_up_to_a_multiple(shards):
+    assert num_positions(512, 0.15) == 77 and num_positions(512, 0.15, 8) == 80
+    for kind in ("masked", "pairs"):
+        inputs, _ = some_batches(kind, shards, pad_positions_to_multiple_of=4).row(0, 0)
+        assert inputs["masked_lm_positions"].shape == (8,)
+
+
 # Sentence pairs.
 
 
 def test_pairs_are_consecutive_or_random(documents, shards):
-    batches = some_batches("pairs", shards, length=120, batch_size=1, shuffle=False)
+    options = {"length": 120, "batch_size": 1, "all_positions": True}
+    batches = some_batches("pairs", shards, shuffle=False, **options)
     letters = lambda ids: "".join(chr(i - FIRST + ord("a")) for i in ids)
     starts = {"".join(parts[i:j]): index for index, parts in enumerate(documents)
               for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}  # fmt: skip

@@ -48,6 +48,9 @@ LONG = """
     moe/pp2m4-zb_h1@2x1 moe/dp2pp2m2-1f1b@4x1+shard2 moe/dp2ep2pp2m2-1f1b@4x1
     moe/dp2mp2ep2pp2m2-1f1b@4x2 moe_global.used/dp2@1x2 moe_global/dp2ep2@2x1
     moe_global/dp2@2x1+shard3 moe_global/dp4@4x1+shard2 moe_global/dp2mp2ep2@2x2
+    masked.used/dp2@2x1+shard3 masked/mp2@1x2 masked.used/mp2@1x2+rows+sp masked/dp2@2x1
+    masked/pp2m4-1f1b@2x1 long_masked/cp2@1x2+ring long_masked.used/cp2mp2@1x4+rows+all_gather
+    long_masked/dp2cp2@1x4+ulysses
     sentences/mp2@1x2+sp sentences/dp2@2x1+shard2 sentences/dp2pp2m2-1f1b@4x1
     bart.used/dp2mp2@2x2+rows bart/mp2@1x2+rows+sp bart.used/dp2@2x1+shard3 bart/dp2@2x1+shard1
     bart/dp2@2x1+shard2 bart.used/pp2m4-1f1b@2x1 bart/pp2m4-zb_h1@2x1
@@ -56,7 +59,9 @@ LONG = """
     t5/pp2m4-zb_h1@2x1 deep_t5/pp2m2-interleaved2@2x1 t5.used/mp2pp2m2-1f1b@2x2+rows
     long.used/cp2pp2m2-1f1b@2x2+all_gather long/cp4@1x4+ring long/cp4mp2@1x8+ulysses
     long/dp2cp2@2x2+ulysses+shard1 long/dp2cp2@1x4+all_gather long/dp2cp2@2x2+ring+shard3
-    long/cp2mp2@1x4+rows+ring long_causal.used/cp2mp2@2x2+rows+all_gather
+    long/cp4@1x4+ulysses_ring long_causal/cp4mp2@1x8+ulysses_ring
+    long_causal/cp4@4x1+ulysses_ring long/cp2mp2@1x4+rows+ring
+    long_causal.used/cp2mp2@2x2+rows+all_gather
     long_causal/dp2cp2@2x2+ring+shard2 long_causal/cp4@4x1+ring long_causal/cp4@2x2+ulysses
     long_causal/cp4@1x4+all_gather long_causal/cp2pp2m2-1f1b@4x1+ulysses
     long_causal/cp2mp2pp2m2-1f1b@2x4+ring causal.used/mp2@2x1+sp

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from harness.tolerances import PARITY_LOSS
+from tests.distributed.tasks.collectives import EXAMPLES
 from tests.distributed.tasks.collectives.checks import CHECKS, is_quick
 from tests.shared_runs import parametrize_runs
 
 TASKS = "tests.distributed.tasks.collectives:"
+EXAMPLE_LAYOUTS = "alone@1x1", "dp2@2x1"
 
 
 def checks(num_ranks):
@@ -50,3 +52,18 @@ def test_hybrid_parallel_losses_match_one_process(run, rank_results):
     assert len(expected) == 10 and expected[-1] < expected[0] / 2
     for rank in rank_results(run):
         np.testing.assert_allclose(rank["losses"], expected, rtol=PARITY_LOSS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.runs(*(f"{TASKS}{name}/{x}" for x in EXAMPLE_LAYOUTS)))
+        for name in EXAMPLES
+    ],
+)
+def test_examples_of_collectives_match_one_process(name, rank_results):
+    (expected,), ranks = (rank_results(f"{TASKS}{name}/{layout}") for layout in EXAMPLE_LAYOUTS)
+    assert len(expected["losses"]) == 10
+    assert expected["losses"][-1] < expected["losses"][0] * 0.6
+    for rank in ranks:
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)

@@ -39,8 +39,8 @@ CASES = {
     "sinks": {"mask": lambda: tf.constant(SEGMENTS > 0), "causal": True, "sinks": True},
 }
 
-RING, GATHERED, BY_HEADS = (
-    {"context_parallel_mode": mode} for mode in ("ring", "all_gather", "ulysses")
+RING, GATHERED, BY_HEADS, RINGS = (
+    {"context_parallel_mode": mode} for mode in ("ring", "all_gather", "ulysses", "ulysses_ring")
 )
 
 
@@ -105,6 +105,34 @@ def test_all_gather_attention_matches_reference():
 @on_mesh
 def test_ulysses_attention_matches_reference():
     check(["segments"], 4, model_parallel=1, context_parallel=2, **BY_HEADS)
+
+
+@on_mesh
+def test_rings_for_parts_of_the_heads_match_reference():
+    use_small_blocks()
+    check(["segments"], 2, model_parallel=1, context_parallel=4, **RINGS)
+
+
+@pytest.mark.long
+@on_mesh
+def test_all_masks_and_biases_in_rings_for_parts_of_the_heads():
+    use_small_blocks()
+    check(CASES, 2, model_parallel=1, context_parallel=4, **RINGS)
+
+
+@pytest.mark.long
+@on_mesh
+def test_rings_with_replicated_keys_match_reference():
+    use_small_blocks()
+    check(["segments"], 1, model_parallel=1, context_parallel=4, **RINGS, ulysses_shards=2)
+
+
+@pytest.mark.long
+@on_mesh
+def test_rings_beside_model_shards_match_reference():
+    use_small_blocks()
+    cases = ["causal", "heads", "relative", "sinks"]
+    check(cases, 4, model_parallel=2, context_parallel=4, **RINGS)
 
 
 @pytest.mark.long

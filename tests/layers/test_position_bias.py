@@ -8,8 +8,8 @@ from dtransformer.layers import MultiHeadAttention, QKNorm, Rotary
 from dtransformer.layers.position_bias import alibi, distance_ranges, relative_bias
 
 
-def bias_block(bias, s, t, first_query=0, first_key=0):
-    return bias.block(bias.tensors, first_query, s, first_key, t).numpy()
+def bias_block(bias, s, t, first_query=0, first_key=0, stride=1):
+    return bias.block(bias.tensors, first_query, s, first_key, t, stride).numpy()
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(4, [4, 16, 64, 256]), (3, [16, 256, 4])])
@@ -30,14 +30,18 @@ def test_distance_ranges_match_t5():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("first_query, s, first_key, t", [(0, 6, 0, 6), (4, 3, 2, 9), (7, 1, 0, 8)])
-def test_relative_bias_matches_table_look_up(causal, first_query, s, first_key, t):
+@pytest.mark.parametrize(
+    "first_query, s, first_key, t, stride",
+    [(0, 6, 0, 6, 1), (4, 3, 2, 9, 1), (7, 1, 0, 8, 1), (1, 4, 3, 5, 3), (0, 2, 0, 1, 4)],
+)
+def test_relative_bias_matches_table_look_up(causal, first_query, s, first_key, t, stride):
     table = np.random.default_rng(0).normal(size=(8, 2))
-    bias = bias_block(relative_bias(tf.constant(table), 5, causal), s, t, first_query, first_key)
+    bias = relative_bias(tf.constant(table), 5, causal)
+    bias = bias_block(bias, s, t, first_query, first_key, stride)
     ranges = distance_ranges(8 if causal else 4, 5)
     for i in range(s):
         for j in range(t):
-            distance = first_key + j - first_query - i
+            distance = first_key + j - first_query - stride * i
             if causal:
                 index = ranges[min(max(-distance, 0), 5)]
             else:

@@ -6,8 +6,11 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import parallel_config
+from dtransformer.datasets.masked_language_model import select_masked
 from dtransformer.layers import CrossEntropyLoss
+from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import MaskedLM
+from dtransformer.models.one_stack import with_task_head
 from dtransformer.reports.throughput import tokens_and_flops
 from dtransformer.trainers import Trainer
 from tests.on_mesh import on_mesh, start
@@ -122,6 +125,44 @@ def test_flops_per_step_match_the_formula(variant):
     assert tokens_and_flops(model, ids, ids) == (b * s, pytest.approx(expected, rel=1e-6))
 
 
+def test_flops_of_the_head_are_counted_at_masked_positions():
+    model = small_model("roberta", ffn_hidden_size=40)
+    ids = random_ids(model)
+    _, full = tokens_and_flops(model, ids, ids)
+    inputs = {"tokens": ids, "masked_lm_positions": ids[:, :2]}
+    tokens, masked = tokens_and_flops(model, inputs, ids[:, :2])
+    assert tokens == ids.size
+    assert full - masked == pytest.approx(3 * 2 * 3 * (8 - 2) * 16 * (16 + VOCAB), rel=1e-6)
+
+
+# Masked positions
+
+
+@each_variant
+def test_logits_at_positions_equal_the_full_logits(variant):
+    model = small_model(variant)
+    ids = random_ids(model)
+    positions = np.array([[7, 1, 0], [0, 0, 0], [3, 4, 5]], "int32")
+    logits = masked_lm_logits(model, {"tokens": ids, "masked_lm_positions": positions})
+    expected = np.take_along_axis(masked_lm_logits(model, ids), positions[..., None], axis=1)
+    assert_all_close({"": logits}, {"": expected}, 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3,), (3, 2, 1)])
+def test_positions_of_a_wrong_shape_raise_an_error(shape):
+    model = small_model()
+    inputs = {"tokens": random_ids(model), "masked_lm_positions": np.zeros(shape, "int32")}
+    with pytest.raises(ValueError, match=r"'masked_lm_positions' have shape .*\[b, P\]"):
+        model(inputs)
+
+
+def test_positions_raise_an_error_without_a_head_for_masked_tokens():
+    model = with_task_head(small_model(next_sentence=False), SequenceHead(2))
+    ids = random_ids(model)
+    with pytest.raises(ValueError, match="network has a SequenceHead"):
+        model({"tokens": ids, "masked_lm_positions": ids[:, :2]})
+
+
 @each_variant
 def test_saved_model_is_loaded_with_equal_logits(variant, tmp_path):
     model = small_model(variant)
@@ -177,6 +218,14 @@ def sentence_pairs(num_pairs=64):
     return inputs, labels
 
 
+def at_masked_positions(inputs, labels, count=3):
+    """Return the batch with the masked positions, filled up to `count` per row."""
+    rows = [select_masked({}, row_labels, count) for row_labels in labels["masked_lm"]]
+    positions = np.stack([row["masked_lm_positions"] for row, _ in rows])
+    labels = {**labels, "masked_lm": np.stack([row_labels for _, row_labels in rows])}
+    return {**inputs, "masked_lm_positions": positions}, labels
+
+
 LOSSES = {"masked_lm": CrossEntropyLoss(ignore_id=-100), "next_sentence": CrossEntropyLoss()}
 
 
@@ -206,6 +255,55 @@ def test_loss_averages_masked_positions_only():
         expected[name] = -log_p[is_masked, output_labels[is_masked]].mean()
     logs = trainer.evaluate(inputs, labels, batch_size=8, verbose=0, return_dict=True)
     assert logs["loss"] == pytest.approx(sum(expected.values()), rel=TRAINING)
+
+
+def train(inputs, labels, num_steps=3):
+    """Return the losses of some steps and an evaluation, and the final weights."""
+    keras.utils.set_random_seed(0)
+    trainer = Trainer(small_model(num_layers=1))
+    trainer.compile(keras.optimizers.SGD(0.1), LOSSES)
+    losses = [
+        float(trainer.train_on_batch(inputs, labels, return_dict=True)["step_loss"])
+        for _ in range(num_steps)
+    ]
+    logs = trainer.evaluate(inputs, labels, batch_size=8, verbose=0, return_dict=True)
+    return [*losses, logs["loss"]], {w.path: w.numpy() for w in trainer.network.weights}
+
+
+def test_losses_at_masked_positions_equal_the_losses_of_the_full_head():
+    losses, weights = train(*at_masked_positions(*sentence_pairs(8)))
+    expected_losses, expected_weights = train(*sentence_pairs(8))
+    assert len(set(losses)) == len(losses)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    assert_all_close(weights, expected_weights, 1e-6)
+
+
+def test_exported_network_returns_logits_at_all_positions(tmp_path):
+    trainer = Trainer(small_model("roberta"))
+    trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss(ignore_id=-100))
+    ids = random_ids(trainer.network)
+    trainer.train_on_batch({"tokens": ids, "masked_lm_positions": ids[:, :2] % 8}, ids[:, :2])
+    trainer.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    assert_all_close(
+        {"": exported.serve({"tokens": ids})}, {"": trainer.network(ids)}, BLOCKS["float32"]
+    )
+
+
+@on_mesh
+def test_losses_at_masked_positions_match_on_every_kind_of_mesh():
+    """Positions count from the start of the sequence, also if it is sharded."""
+    expected, _ = train(*sentence_pairs(8))
+    layouts = {
+        "sequence": {"data_parallel": 2, "sequence_parallel": True, "vocab_emb_dp": False},
+        "context": {"context_parallel": 2, "model_parallel": 1},
+    }
+    for name, fields in layouts.items():
+        start(**fields)
+        # Context parallelism shards four positions, and replicates three.
+        for count in (3, 4) if name == "context" else (3,):
+            losses, _ = train(*at_masked_positions(*sentence_pairs(8), count))
+            np.testing.assert_allclose(losses, expected, rtol=TRAINING, err_msg=name)
 
 
 @on_mesh

@@ -56,6 +56,7 @@ DEFAULTS = {
         "pipeline_chunks": 1,
         "context_parallel": 1,
         "context_parallel_mode": "auto",
+        "ulysses_shards": None,
         "expert_parallel": 1,
         "micro_batch_num": 1,
         "optimizer_shard": False,
@@ -100,7 +101,10 @@ KINDS = {
     ),
     "type": (["float32", "float16", "bfloat16"], [None, 16, True, "float64", "", "half"]),
     "partition": (["flat", "whole"], [None, 1, True, "flatten", ""]),
-    "mode": (["auto", "ulysses", "all_gather", "ring"], [None, 1, True, "Ring", ""]),
+    "mode": (
+        ["auto", "ulysses", "all_gather", "ring", "ulysses_ring"],
+        [None, 1, True, "Ring", ""],
+    ),
     "schedule": (["1f1b", "gpipe"], [None, 1, True, "zigzag", ""]),
     "parts": (
         [(), ("attention",), ("feed_forward", "norm")],
@@ -114,6 +118,7 @@ KIND_BY_FIELD = {
     "parallel_optimizer_exclude": "patterns",
     "gradient_dtype": "type",
     "context_parallel_mode": "mode",
+    "ulysses_shards": "count or None",
     "pipeline_schedule": "schedule",
     "sequence_parallel": "flag",
     "mp_comm_recompute": "flag",

@@ -166,6 +166,25 @@ def test_rejects_levels_without_owners_of_whole_weights(level):
 @pytest.mark.parametrize(
     "fields, words",
     [
+        (
+            {"context_parallel": 4},
+            "does not work with `context_parallel_mode='auto'`.*ulysses_ring",
+        ),
+        (
+            {"context_parallel": 3, "context_parallel_mode": "ulysses_ring"},
+            "must divide `context_parallel=3`",
+        ),
+    ],
+)
+def test_rejects_ulysses_shards_that_would_have_no_effect(fields, words):
+    config = TransformerOpParallelConfig(ulysses_shards=2, **fields)
+    with pytest.raises(ValueError, match=f"`ulysses_shards=2` {words}"):
+        validators.check_supported(config)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
         ({"pipeline_stage": 4, "micro_batch_num": 2}, "`micro_batch_num=2` is less than"),
         ({"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_chunks": 2}, "'interleaved'"),
         (

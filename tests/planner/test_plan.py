@@ -125,6 +125,19 @@ def test_trainer_supports_every_layout_of_the_grid():
         check_supported(layouts.config(index))
 
 
+def test_layouts_divide_heads_and_sequences_over_ulysses_shards():
+    model = get_model(SMALL)
+    fixed = {"context_parallel_mode": "ulysses_ring", "ulysses_shards": 4}
+    layouts = enumerate_layouts(model, cluster(8), Job(16, fixed=fixed))
+    assert set(layouts.context) == {4, 8}
+    assert all(model.config.num_heads // layouts.model % 4 == 0)
+    with pytest.raises(InputError, match="`ulysses_shards=4` does not divide `context_parallel=2`"):
+        enumerate_layouts(model, cluster(8), Job(16, fixed={**fixed, "context_parallel": 2}))
+    fixed |= {"context_parallel": 4, "model_parallel": 2}
+    with pytest.raises(InputError, match="divides heads over `ulysses_shards=4`.* 6 heads"):
+        enumerate_layouts(model, cluster(8), Job(16, fixed=fixed))
+
+
 def test_cost_of_a_config_equals_the_plan(gpt3_plan):
     expected = cost(gpt3_plan.model, gpt3_plan.cluster, gpt3_plan.job, gpt3_plan.best.config)
     assert expected == gpt3_plan.best

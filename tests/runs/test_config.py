@@ -7,8 +7,9 @@ import pytest
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
 from dtransformer.runs.automatic import get_run_shape
-from dtransformer.runs.config import load_config, save_config
+from dtransformer.runs.config import RunConfig, load_config, save_config
 from dtransformer.runs.options import SECTIONS
+from dtransformer.runs.tasks import get_task_class
 
 
 def write(tmp_path, text):
@@ -279,6 +280,17 @@ def test_moe_config_accepts_a_mapping(tmp_path):
     model = get_run_shape(config, 32)
     assert model.experts.expert_num == 8
     assert [kind.has_experts for kind in model.kinds][:2] == [False, True]
+
+
+@pytest.mark.parametrize("task", ["masked_lm", "next_sentence"])
+def test_masked_tasks_compute_logits_at_masked_positions_by_default(task):
+    config = RunConfig(task)
+    batch_options = get_task_class(config)(config).get_batch_options()
+    assert batch_options["all_positions"] is False
+    assert get_run_shape(config, 512).num_predictions == 77
+    config.data.all_positions = True
+    assert get_task_class(config)(config).get_batch_options()["all_positions"] is True
+    assert get_run_shape(config, 512).num_predictions == 512
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,10 @@ def test_layout_that_does_not_fit_the_ranks_raises_an_error(setting, dry_run, mo
     [
         (["model_parallel=4"], "model_parallel=4 does not divide num_heads=2"),
         (["pipeline_stage=2", "micro_batch_num=2"], "pipeline_stage=2 is more than the 1 blocks"),
-        (["context_parallel=3"], "context_parallel=3 does not divide sequences of 32"),
+        (
+            ["context_parallel=3"],
+            "`context_parallel=3` must divide the positions of a sequence, got 32",
+        ),
         (["expert_parallel=2"], "expert_parallel=2 does not divide num_experts=1"),
         (["data_parallel=3"], "global_batch=4 is not divisible by data_parallel=3"),
     ],

@@ -164,7 +164,11 @@ class TransformerOpParallelConfig(validators.Checked):
         context_parallel: Integer. Number of sequence shards. Defaults to `1`.
         context_parallel_mode: String. Communication of attention: `"ulysses"` (all-to-all between
             sequence and heads), `"all_gather"` of keys and values, `"ring"` (keys and values travel from
-            rank to rank) or `"auto"` (chosen from the shapes). Defaults to `"auto"`.
+            rank to rank), `"ulysses_ring"` (a ring for each part of the heads) or `"auto"` (chosen from
+            the shapes). Defaults to `"auto"`.
+        ulysses_shards: Integer. Number of parts of the heads with `"ulysses_ring"`; must divide
+            `context_parallel`. `None` uses the largest divisor below `context_parallel` that divides the
+            query and the key heads of a device. Defaults to `None`.
         expert_parallel: Integer. Number of expert shards; must divide `data_parallel`. Defaults to `1`.
         micro_batch_num: Integer. Number of micro-batches per batch. Defaults to `1`.
         optimizer_shard: Boolean or integer. ZeRO level: `1` or `True` shards optimizer states over the
@@ -212,7 +216,8 @@ class TransformerOpParallelConfig(validators.Checked):
     pipeline_schedule: validators.Schedule = "1f1b"
     pipeline_chunks: validators.Count = 1
     context_parallel: validators.Count = 1
-    context_parallel_mode: Literal["auto", "ulysses", "all_gather", "ring"] = "auto"
+    context_parallel_mode: Literal["auto", "ulysses", "all_gather", "ring", "ulysses_ring"] = "auto"
+    ulysses_shards: validators.Count | None = None
     expert_parallel: validators.Count = 1
     micro_batch_num: validators.Count = 1
     optimizer_shard: bool | validators.Level = False

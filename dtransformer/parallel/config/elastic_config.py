@@ -19,7 +19,8 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     If the other degrees divide `num_devices`, they are kept, and `data_parallel` takes the rest.
     Otherwise they shrink to divisors of their values. The largest product wins, and ties keep
     `model_parallel` before `context_parallel` before `pipeline_stage`. `expert_parallel` becomes
-    its greatest common divisor with the data shards. `fit` divides batches according to the layout,
+    its greatest common divisor with the data shards, and `ulysses_shards` with
+    `context_parallel`. `fit` divides batches according to the layout,
     so a step computes the same result. Every checkpoint can be loaded.
 
     Args:
@@ -45,6 +46,8 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     model, context, stages = max(fitting, key=lambda degrees: (math.prod(degrees), degrees))
     data = num_devices // (model * context * stages)
     changes = {"model_parallel": model, "context_parallel": context}
+    if config.ulysses_shards is not None:
+        changes["ulysses_shards"] = math.gcd(config.ulysses_shards, context)
     if config.data_parallel is not None:
         changes["data_parallel"] = data
     experts = math.gcd(config.expert_parallel, data)

@@ -137,6 +137,8 @@ def check_supported(config, local_devices: int = 1) -> None:
             f"`context_parallel={config.context_parallel}`, because both shard the sequence. Set "
             "`sequence_parallel=False`, and increase `context_parallel` to save more memory."
         )
+    if config.ulysses_shards is not None:
+        _check_ulysses_shards(config)
     if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
         degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"
         if any("data" in axes for axes in (config.layout_map or {}).values()):
@@ -161,6 +163,21 @@ def check_supported(config, local_devices: int = 1) -> None:
                 f"context_parallel={config.context_parallel} and local_devices={local_devices}. Set "
                 "`pipeline_schedule` to '1f1b' or 'interleaved'."
             )
+
+
+def _check_ulysses_shards(config):
+    if config.context_parallel_mode != "ulysses_ring":
+        raise ValueError(
+            f"`ulysses_shards={config.ulysses_shards}` does not work with "
+            f"`context_parallel_mode={config.context_parallel_mode!r}`. Set `context_parallel_mode` "
+            "to 'ulysses_ring', or `ulysses_shards` to None."
+        )
+    if config.context_parallel % config.ulysses_shards:
+        raise ValueError(
+            f"`ulysses_shards={config.ulysses_shards}` must divide "
+            f"`context_parallel={config.context_parallel}`. Change one of them, or set "
+            "`ulysses_shards` to None."
+        )
 
 
 def check_joined(config, topology, placement) -> None:

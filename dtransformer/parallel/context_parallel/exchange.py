@@ -7,6 +7,10 @@ next device: it supports neither `tf.roll` nor a concatenation along a sharded d
 product with a permutation all-gathers. Therefore each round of a ring is an all-to-all that sends
 1/c of every shard's keys and values to all others. The total bytes and the peak memory are the
 same as for a ring.
+
+A collective on a part of an axis is not available either. With u Ulysses shards, one all-to-all
+over all c shards moves queries both to their part of the heads and to their stripe of positions,
+and each round sends every shard the keys and values of its part of the heads.
 """
 
 import tensorflow as tf
@@ -32,7 +36,7 @@ def context_exchange(
         has_bias: Whether scores have a bias by position.
 
     Raises:
-        ValueError: If c does not divide a sequence or, with `"ulysses"`, the heads.
+        ValueError: If a sequence or the heads cannot be divided.
     """
     axis = mesh_axis("length_shards") if trace.is_on_mesh() else None
     if axis is None:
@@ -41,8 +45,17 @@ def context_exchange(
     queries, keys = (
         (max(x.shape[0] // divisors[0], 1), x.shape[1] // divisors[1], *x.shape[2:]) for x in (q, k)
     )
-    mode = get_parallel_config().context_parallel_mode
-    plan = make_plan(mode, axis_size(axis), queries, keys, causal, has_bias, q.dtype.size)
+    config = get_parallel_config()
+    plan = make_plan(
+        config.context_parallel_mode,
+        axis_size(axis),
+        queries,
+        keys,
+        causal,
+        has_bias,
+        q.dtype.size,
+        config.ulysses_shards,
+    )
     return ContextExchange(plan, axis_size(mesh_axis("heads")))
 
 
@@ -60,17 +73,11 @@ class ContextExchange:
 
     def queries(self, q: tf.Tensor) -> tf.Tensor:
         """Convert `[b, n, s, d]` to the queries of each shard, `[c, b, n', s', d]`."""
-        q = self._by_shards(q)
-        if self.plan.has_all_positions:
-            return self._to_heads(q)
-        return self._to_stripes(q) if self.plan.is_striped else q
+        return self._to_parts(self._by_shards(q))
 
     def context(self, x: tf.Tensor) -> tf.Tensor:
         """Convert `[c, b, n', s', d]` back to `[b, n, s, d]`. Inverse of `queries`."""
-        if self.plan.has_all_positions:
-            x = self._from_heads(x)
-        elif self.plan.is_striped:
-            x = self._from_stripes(x)
+        x = self._from_parts(x)
         c, b, n, s, d = x.shape
         # [c, b, n, s/c, d] -> [b, n, c, s/c, d] -> [b, n, s, d]
         x = _constrain(tf.transpose(x, [1, 2, 0, 3, 4]), ("batch", "heads", "length_shards"))
@@ -79,16 +86,15 @@ class ContextExchange:
     def memory(self, x: tf.Tensor) -> tf.Tensor:
         """Convert `[b, m, t, d]` to each shard's initial keys or values, `[c, b, m', t', d]`."""
         x = self._by_shards(x)
-        if not self.plan.has_all_positions:
-            return x
         c, b, m, t, d = x.shape
-        times = max(c * self._head_shards // m, 1)
+        times = max(self.plan.head_parts * self._head_shards // m, 1)
         if times > 1:  # Replicate each head for several shards.
             x = tf.reshape(tf.stack([x] * times, axis=3), [c, b, m * times, t, d])
-        return self._to_heads(_constrain(x, _SHARDS))
+            x = _constrain(x, _SHARDS)
+        return self._to_parts(x) if self.plan.has_all_positions else x
 
     def gather(self, k: tf.Tensor, v: tf.Tensor, part: Range) -> list[tf.Tensor]:
-        """Return the keys and values `[c, b, m, t, d]` of a round, identical for all shards.
+        """Return the keys and values `[c, b, m/u, t, d]` of a round for each shard.
 
         Args:
             k: Keys from `memory`.
@@ -100,17 +106,20 @@ class ContextExchange:
         first, last = part
         x = tf.concat([k[..., first:last, :], v[..., first:last, :]], axis=-1)
         c, b, m, t, d = x.shape
-        # [c, b, m, t, d] -> [c, c, b, m, t, d]: the tensors that shard j sends to shard i.
-        x = _all_to_all(tf.stack([x] * c))
-        x = tf.reshape(tf.transpose(x, [0, 2, 3, 1, 4, 5]), [c, b, m, c * t, d])
+        u = self.plan.head_parts
+        # [c, b, m, t, d] -> [c, c, b, m/u, t, d]: the tensors that shard j sends to shard i.
+        x = tf.reshape(x, [c, b, *self._split_heads(m), t, d])
+        x = tf.concat([tf.transpose(x, [3, 0, 1, 2, 4, 5, 6])] * self.plan.position_parts, axis=0)
+        x = _all_to_all(tf.reshape(x, [c, c, b, m // u, t, d]))
+        x = tf.reshape(tf.transpose(x, [0, 2, 3, 1, 4, 5]), [c, b, m // u, c * t, d])
         return tf.split(_constrain(x, _SHARDS), 2, axis=-1)
 
     def scatter_sum(self, k: tf.Tensor, v: tf.Tensor) -> list[tf.Tensor]:
         """Return the sums over all shards of gradients of the tensors from `gather`.
 
         Args:
-            k: Tensor `[c, b, m, t, d]` of a round, for the keys.
-            v: Tensor `[c, b, m, t, d]` of a round, for the values.
+            k: Tensor `[c, b, m/u, t, d]` of a round, for the keys.
+            v: Tensor `[c, b, m/u, t, d]` of a round, for the values.
 
         Returns:
             A list of two tensors `[c, b, m, t/c, d]`.
@@ -119,55 +128,67 @@ class ContextExchange:
             return [k, v]
         x = tf.concat([k, v], axis=-1)
         c, b, m, t, d = x.shape
-        # [c, b, m, t, d] -> [c, c, b, m, t/c, d]: the tensors that shard j sends to shard i.
-        x = tf.transpose(tf.reshape(x, [c, b, m, c, t // c, d]), [3, 0, 1, 2, 4, 5])
-        x = _all_to_all(x)
-        return tf.split(_constrain(tf.reduce_sum(x, axis=1), _SHARDS), 2, axis=-1)
+        m *= self.plan.head_parts
+        heads, u, part = self._split_heads(m)
+        # [c, b, m/u, t, d] -> [c, c, b, m/u, t/c, d]: the tensors that shard j sends to shard i.
+        x = tf.transpose(tf.reshape(x, [c, b, m // u, c, t // c, d]), [3, 0, 1, 2, 4, 5])
+        x = tf.reshape(_all_to_all(x), [c, c // u, u, b, heads, part, t // c, d])
+        x = tf.transpose(tf.reduce_sum(x, axis=1), [0, 2, 3, 1, 4, 5, 6])
+        x = tf.reshape(x, [c, b, m, t // c, d])
+        return tf.split(_constrain(x, _SHARDS), 2, axis=-1)
 
     def rows(self, x: tf.Tensor) -> tf.Tensor:
-        """Convert a mask or bias to the layout of the queries.
+        """Convert a mask to the layout of the queries.
 
         `[b, n or 1, s or 1, t]` becomes `[c or 1, b, n' or 1, s' or 1, t]`, for queries from
         `queries`.
         """
         b, n, s, t = x.shape
-        if self.plan.has_all_positions:
-            return tf.expand_dims(x, 0) if n == 1 else self.heads(x)
+        parts = self.plan.position_parts
         if s == 1:
-            return tf.expand_dims(x, 0)
-        c = self.plan.shards
-        if self.plan.is_striped:
-            x = tf.transpose(tf.reshape(x, [b, n, s // c, c, t]), [3, 0, 1, 2, 4])
+            x = tf.expand_dims(x, 0)
+        elif self.plan.is_striped:
+            x = tf.transpose(tf.reshape(x, [b, n, s // parts, parts, t]), [3, 0, 1, 2, 4])
         else:
-            x = tf.transpose(tf.reshape(x, [b, n, c, s // c, t]), [2, 0, 1, 3, 4])
-        return _constrain(x, _SHARDS if n > 1 else _SHARDS[:2])
+            x = tf.transpose(tf.reshape(x, [b, n, parts, s // parts, t]), [2, 0, 1, 3, 4])
+        return self.spread(x)
 
-    def heads(self, x: tf.Tensor) -> tf.Tensor:
-        """Convert `[b, n, s, t]` to the heads of each shard, `[c, b, n/c, s, t]`."""
-        b, n, s, t = x.shape
-        c = self.plan.shards
-        head_shards = self._head_shards
-        x = tf.reshape(x, [b, head_shards, c, n // (head_shards * c), s, t])
-        x = tf.reshape(tf.transpose(x, [2, 0, 1, 3, 4, 5]), [c, b, n // c, s, t])
-        return _constrain(x, ("length_shards", None, "heads"))
+    def spread(self, x: tf.Tensor) -> tf.Tensor:
+        """Convert values for each part of the query positions to values for each shard.
+
+        Args:
+            x: Tensor `[p or 1, b or 1, n or 1, s, t]`, replicated over the context axis. p is the
+                number of parts.
+
+        Returns:
+            A tensor `[c or 1, b or 1, n/u or 1, s, t]`.
+        """
+        parts, b, n, s, t = x.shape
+        u = self.plan.head_parts
+        if u > 1 and n > 1:
+            x = tf.reshape(x, [parts, b, *self._split_heads(n), s, t])
+            x = tf.transpose(x, [0, 3, 1, 2, 4, 5, 6])
+            # DTensor cannot concatenate along a dimension that is sharded afterwards.
+            x = tf.stack([x] * (self.plan.position_parts // parts))
+            x = tf.reshape(x, [self.plan.shards, b, n // u, s, t])
+        elif u > 1 and parts > 1:
+            x = tf.reshape(tf.stack([x] * u, axis=1), [parts * u, b, n, s, t])
+        return _constrain(x, _SHARDS)
 
     def depend_on(self, x: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
         """Return `x` with a data dependency on `done`. See `ops.custom_gradient.depend_on`.
 
         `x` is `[c, b, m, t, d]` and `done` is `[c, b, n, s, d]`.
 
-        Devices do not wait for each other, because each one only reads its local part. One number
-        of heads must divide the other.
+        Devices do not wait for each other, because each one only reads its local part.
         """
-        minimum = tf.reduce_min(tf.cast(done, "float32"), axis=[3, 4], keepdims=True)
-        c, b, n = minimum.shape[:3]
-        m = x.shape[2]
-        if n > m:
-            minimum = _constrain(tf.reshape(minimum, [c, b, m, n // m, 1]), _SHARDS)
-            minimum = tf.reduce_min(minimum, axis=3, keepdims=True)
-        elif n < m:
-            minimum = _constrain(tf.concat([minimum] * (m // n), axis=3), _SHARDS)
-            minimum = _constrain(tf.reshape(minimum, [c, b, m, 1, 1]), _SHARDS)
+        heads = self._head_shards
+        c, b, n = done.shape[:3]
+        minimum = tf.reduce_min(tf.cast(done, "float32"), axis=[3, 4])
+        minimum = _constrain(tf.reshape(minimum, [c, b, heads, n // heads]), _SHARDS)
+        minimum = tf.reduce_min(minimum, axis=3, keepdims=True)
+        minimum = tf.concat([minimum] * (x.shape[2] // heads), axis=3)
+        minimum = _constrain(tf.reshape(minimum, [c, b, x.shape[2], 1, 1]), _SHARDS)
         return x + tf.cast(tf.where(minimum == minimum, 0.0, float("nan")), x.dtype)
 
     def _by_shards(self, x):
@@ -178,31 +199,42 @@ class ContextExchange:
         x = _constrain(tf.reshape(x, [b, n, c, s // c, d]), ("batch", "heads", "length_shards"))
         return _constrain(tf.transpose(x, [2, 0, 1, 3, 4]), _SHARDS)
 
-    def _to_stripes(self, x):
-        """Move position r·s/c + c·i + j of shard r to index r·s/c² + i of shard j."""
-        c, b, n, s, d = x.shape
-        split = [c, b, n, s // c, c, d]
-        return _exchange(x, split, [4, 0, 1, 2, 3, 5], [0, 2, 3, 1, 4, 5], [c, b, n, s, d])
+    def _split_heads(self, n):
+        """Return the sizes `[model shards, u, heads]` of n heads."""
+        u = self.plan.head_parts
+        return self._head_shards, u, n // (self._head_shards * u)
 
-    def _from_stripes(self, x):
-        c, b, n, s, d = x.shape
-        split = [c, b, n, c, s // c, d]
-        return _exchange(x, split, [3, 0, 1, 2, 4, 5], [0, 2, 3, 4, 1, 5], [c, b, n, s, d])
+    def _to_parts(self, x):
+        """Convert `[c, b, n, s/c, d]` to stripes of positions and parts of heads.
 
-    def _to_heads(self, x):
-        """Convert `[c, b, n, s/c, d]` to `[c, b, n/c, s, d]`."""
+        Stripe i of p has the positions i, i + p, i + 2·p, …
+        """
+        plan = self.plan
+        if not (plan.is_striped or plan.has_all_positions):
+            return x
         c, b, n, s, d = x.shape
-        head_shards = self._head_shards
-        split = [c, b, head_shards, c, n // (head_shards * c), s, d]
-        shape = [c, b, n // c, c * s, d]
-        return _exchange(x, split, [3, 0, 1, 2, 4, 5, 6], [0, 2, 3, 4, 1, 5, 6], shape)
+        parts = plan.position_parts
+        u = plan.head_parts
+        x = tf.reshape(x, [c, b, *self._split_heads(n), s // parts, parts, d])
+        # Dimensions to the front: the shard to send to, as stripe and part of the heads.
+        x = tf.reshape(tf.transpose(x, [6, 3, 0, 1, 2, 4, 5, 7]), [c, c, b, n // u, s // parts, d])
+        x = tf.transpose(_all_to_all(x), [0, 2, 3, 1, 4, 5])
+        return _constrain(tf.reshape(x, [c, b, n // u, c * s // parts, d]), _SHARDS)
 
-    def _from_heads(self, x):
+    def _from_parts(self, x):
+        """Inverse of `_to_parts`."""
+        plan = self.plan
+        if not (plan.is_striped or plan.has_all_positions):
+            return x
         c, b, n, s, d = x.shape
-        head_shards = self._head_shards
-        split = [c, b, head_shards, n // head_shards, c, s // c, d]
-        shape = [c, b, n * c, s // c, d]
-        return _exchange(x, split, [4, 0, 1, 2, 3, 5, 6], [0, 2, 3, 1, 4, 5, 6], shape)
+        parts = plan.position_parts
+        n *= plan.head_parts
+        heads, u, part = self._split_heads(n)
+        x = tf.reshape(x, [c, b, n // u, c, s // c, d])
+        x = _all_to_all(tf.transpose(x, [3, 0, 1, 2, 4, 5]))
+        x = tf.reshape(x, [c, parts, u, b, heads, part, s // c, d])
+        x = tf.transpose(x, [0, 3, 4, 2, 5, 6, 1, 7])
+        return _constrain(tf.reshape(x, [c, b, n, s // c * parts, d]), _SHARDS)
 
 
 class LocalExchange(ContextExchange):
@@ -220,7 +252,7 @@ class LocalExchange(ContextExchange):
         """Add the shard dimension: `[b, n, s, d]` becomes `[1, b, n, s, d]`."""
         return tf.expand_dims(x, 0)
 
-    queries = memory = heads = rows
+    queries = memory = rows
 
     def context(self, x: tf.Tensor) -> tf.Tensor:
         """Remove the shard dimension: `[1, b, n, s, d]` becomes `[b, n, s, d]`."""
@@ -233,15 +265,6 @@ def _all_to_all(x):
     """Exchange blocks `[c, c, b, n, ...]`: block i of device j becomes block j of device i."""
     x = _constrain(x, (None, *_SHARDS))
     return _constrain(x, ("length_shards", None, "batch", "heads"))
-
-
-def _exchange(x, split, to_front, inverse, shape):
-    """Reshape `x` to `split`, exchange blocks, and reshape the result to `shape`.
-
-    `there` permutes the dimension to send to the front, and `back` reverses this.
-    """
-    x = _all_to_all(tf.transpose(tf.reshape(x, split), to_front))
-    return _constrain(tf.reshape(tf.transpose(x, inverse), shape), _SHARDS)
 
 
 def _constrain(x, axes):

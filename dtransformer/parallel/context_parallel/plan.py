@@ -3,11 +3,15 @@
 Between attention layers, shard r of c has positions r·s/c to (r + 1)·s/c - 1. In attention, its
 queries are these positions, or every c-th position from r on, which balances the work under a
 causal mask (Brandon et al., 2023, "Striped attention", arXiv 2311.09431, §3). With `"ulysses"`, a
-shard has all positions of 1/c of the heads (Jacobs et al., 2023, arXiv 2309.14509, §3).
+shard has all positions of 1/c of the heads (Jacobs et al., 2023, arXiv 2309.14509, §3). With
+`"ulysses_ring"` and u Ulysses shards, a shard has c/u times as few positions of 1/u of the heads
+(Fang and Zhao, 2024, "USP", arXiv 2405.07719, §3).
 """
 
 import dataclasses
 import math
+
+from dtransformer.parallel.config.topology import divisors
 
 Range = tuple[int, int]
 
@@ -50,21 +54,28 @@ class Columns:
 class ContextPlan:
     """Division of attention over the shards of a sequence.
 
+    The shards form a grid. Shard r has the queries of part r // u of the positions, for part r mod u
+    of the heads.
+
     Args:
-        mode: `"ulysses"`, `"all_gather"` or `"ring"`.
+        mode: `"ulysses"`, `"all_gather"`, `"ring"` or `"ulysses_ring"`.
         shards: Integer. Number c of shards.
         num_queries: Integer. Number s of query positions.
         num_keys: Integer. Number t of key positions.
-        is_striped: Whether shard r has the queries r, r + c, r + 2·c, … Defaults to `False`.
+        is_striped: Whether part i of p parts has the queries i, i + p, i + 2·p, … Required if there
+            are several parts of both positions and heads. Defaults to `False`.
+        ulysses_shards: Integer. Number u of parts of the heads with `"ulysses_ring"`. It is c with
+            `"ulysses"`, and 1 with the other modes. Defaults to `1`.
 
     Raises:
-        ValueError: If c does not divide the number of positions.
+        ValueError: If c does not divide the number of positions, or c²/u does not with
+            `"ulysses_ring"`.
 
     Example:
 
     >>> plan = ContextPlan("ring", 2, 8, 8, is_striped=True)
-    >>> plan.positions(0), plan.positions(1)
-    (range(0, 8, 2), range(1, 8, 2))
+    >>> list(plan.positions(0)), list(plan.positions(1))
+    ([0, 2, 4, 6], [1, 3, 5, 7])
     >>> [[segment.position for segment in segments] for segments in plan.rounds]
     [[0, 4], [2, 6]]
     """
@@ -74,6 +85,7 @@ class ContextPlan:
     num_queries: int
     num_keys: int
     is_striped: bool = False
+    ulysses_shards: int = 1
 
     def __post_init__(self):
         for length in (self.num_queries, self.num_keys):
@@ -83,32 +95,54 @@ class ContextPlan:
                     f"`context_parallel={self.shards}` must divide the positions of a sequence, got "
                     f"{length}. Pad batches to a multiple of it, here {longer}."
                 )
+        stripes = self.shards * self.position_parts
+        if self.mode == "ulysses_ring" and self.num_queries % stripes:
+            longer = math.ceil(self.num_queries / stripes) * stripes
+            raise ValueError(
+                f"`context_parallel_mode='ulysses_ring'` with `context_parallel={self.shards}` and "
+                f"`ulysses_shards={self.head_parts}` needs sequences with a multiple of {stripes} "
+                f"positions, got {self.num_queries}. Pad batches to {longer}, or set "
+                "`context_parallel_mode` to 'ring'."
+            )
+
+    @property
+    def head_parts(self) -> int:
+        """Number u of parts of the heads."""
+        return self.shards if self.mode == "ulysses" else self.ulysses_shards
+
+    @property
+    def position_parts(self) -> int:
+        """Number of parts of the query positions, c/u."""
+        return self.shards // self.head_parts
 
     @property
     def has_all_positions(self) -> bool:
         """True if each shard has the queries and keys of all positions, for some heads."""
-        return self.mode == "ulysses"
+        return self.position_parts == 1
 
     @property
     def num_own_queries(self) -> int:
         """Number of queries of a shard for each of its heads."""
-        return self.num_queries if self.has_all_positions else self.num_queries // self.shards
+        return self.num_queries // self.position_parts
+
+    @property
+    def stride(self) -> int:
+        """Distance between consecutive queries of a shard."""
+        return self.position_parts if self.is_striped else 1
 
     def positions(self, shard: int) -> range:
         """Return the positions of a shard's queries, in order."""
-        if self.has_all_positions:
-            return range(self.num_queries)
-        if self.is_striped:
-            return range(shard, self.num_queries, self.shards)
-        return range(shard * self.num_own_queries, (shard + 1) * self.num_own_queries)
+        part = shard // self.head_parts
+        first = part if self.is_striped else part * self.num_own_queries
+        return range(first, first + self.stride * self.num_own_queries, self.stride)
 
     @property
     def round_parts(self) -> list[Range]:
         """Index ranges of the keys that each shard sends in each round."""
         num_keys = self.num_keys // self.shards
-        if self.mode != "ring":
+        if self.mode not in ("ring", "ulysses_ring"):
             return [(0, num_keys)]
-        num_rounds = min(self.shards, num_keys)
+        num_rounds = min(self.position_parts, num_keys)
         ends = [num_keys * (i + 1) // num_rounds for i in range(num_rounds)]
         return list(zip([0, *ends[:-1]], ends))
 
@@ -216,6 +250,7 @@ def make_plan(
     causal: bool,
     has_bias: bool,
     item_bytes: int = 4,
+    ulysses_shards: int | None = None,
 ) -> ContextPlan:
     """Return the plan of an attention layer.
 
@@ -225,11 +260,13 @@ def make_plan(
         queries: Shape `[b, n, s, d]` of the queries, with the heads of one device.
         keys: Shape `[b, m, t, d]` of the keys, with the heads of one device.
         causal: Whether queries see no later positions.
-        has_bias: Whether scores have a bias by position, which striped queries do not support.
+        has_bias: Whether scores have a bias by position. It is costly for striped queries, which
+            only `"ulysses_ring"` then uses.
         item_bytes: Integer. Bytes per element. Defaults to `4`.
+        ulysses_shards: `ulysses_shards` of the config. Defaults to `None`.
 
     Raises:
-        ValueError: If c does not divide a sequence, or the heads with `"ulysses"`.
+        ValueError: If a sequence or the heads cannot be divided.
     """
     b, n, s, _ = queries
     m, t, d = keys[1:]
@@ -237,26 +274,43 @@ def make_plan(
         bytes_of_keys = 2 * b * m * t * d * item_bytes
         mode = "ring" if bytes_of_keys >= _MIN_RING_BYTES else "all_gather"
         mode = "ulysses" if n % shards == m % shards == 0 else mode
-    if mode == "ulysses":
-        check_heads(n, m, shards)
+    head_parts = count_head_parts(mode, shards, n, m, ulysses_shards)
+    if mode == "ulysses_ring":
+        mode = {1: "ring", shards: "ulysses"}.get(head_parts, mode)
     can_stripe = causal and s == t and s % shards**2 == 0 and not has_bias
-    return ContextPlan(mode, shards, s, t, can_stripe and mode != "ulysses")
+    is_striped = mode == "ulysses_ring" or (can_stripe and mode != "ulysses")
+    return ContextPlan(mode, shards, s, t, is_striped, head_parts)
 
 
-def check_heads(n: int, m: int, shards: int) -> None:
-    """Check that heads can be divided over the shards of a sequence.
+def count_head_parts(mode: str, shards: int, n: int, m: int, ulysses_shards: int | None) -> int:
+    """Return the number u of parts into which a mode divides the heads.
+
+    With `"ulysses_ring"` and `ulysses_shards=None`, u is the largest divisor of c below c that
+    divides the query and the key heads.
 
     Args:
+        mode: `context_parallel_mode` of the config.
+        shards: Integer. Number c of shards.
         n: Integer. Number of query heads of a device.
         m: Integer. Number of key heads of a device.
-        shards: Integer. Number c of shards.
+        ulysses_shards: `ulysses_shards` of the config, or `None`.
 
     Raises:
-        ValueError: If they cannot be divided.
+        ValueError: If u does not divide the heads.
     """
-    if n % shards or (m % shards and shards % m):
+    if mode not in ("ulysses", "ulysses_ring"):
+        return 1
+    if mode == "ulysses_ring" and ulysses_shards is None:
+        parts = [u for u in divisors(math.gcd(shards, n, m)) if u < shards]
+        return max(parts, default=1)
+    degree = "context_parallel" if mode == "ulysses" else "ulysses_shards"
+    u = shards if mode == "ulysses" else ulysses_shards
+    if n % u or (m % u and u % m):
+        fix = "`context_parallel_mode` to 'all_gather', 'ring' or 'auto'"
+        if mode == "ulysses_ring":
+            fix = "`ulysses_shards` to a divisor of these numbers, or to None"
         raise ValueError(
-            f"`context_parallel_mode='ulysses'` divides heads over `context_parallel={shards}`, but "
-            f"a device has {n} heads of queries and {m} of keys and values. Set "
-            "`context_parallel_mode` to 'all_gather', 'ring' or 'auto'."
+            f"`context_parallel_mode={mode!r}` divides heads over `{degree}={u}`, but a device has "
+            f"{n} heads of queries and {m} of keys and values. Set {fix}."
         )
+    return u

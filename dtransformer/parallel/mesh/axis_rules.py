@@ -57,7 +57,7 @@ def relayout_with_gradient(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tens
     return put(x)
 
 
-def replicate(tensors):
+def replicate(tensors: object) -> object:
     """Replicate nested tensors on every device. `None` values are kept."""
     return tf.nest.map_structure(
         lambda x: None if x is None else relayout(x, (None,) * len(x.shape)), tensors
@@ -145,6 +145,11 @@ def override_rules(rows: Mapping[str, str | None]) -> contextlib.AbstractContext
     return _overrides.set(types.MappingProxyType({**_overrides.get(), **rows}))
 
 
+def current_overrides() -> Mapping[str, str | None]:
+    """Return the entries of the rules that `override_rules` replaced."""
+    return _overrides.get()
+
+
 def decoding_rules() -> dict[str, None]:
     """Return the rules to override for decoding, which replicates all rows and positions."""
     sharded = [name for name in LOGICAL_AXES if mesh_axis(name) == "context"]
@@ -184,7 +189,7 @@ def weight_specs(axes: tuple, shape: tuple[int, ...], path: str) -> Specs:
     return specs
 
 
-def check_axes(axes: tuple, rank: int, what: str):
+def check_axes(axes: tuple, rank: int, what: str) -> None:
     """Check logical axes against the rules and the number of dimensions.
 
     Args:
@@ -212,7 +217,7 @@ def get_logical_axes(variables: Iterable[keras.Variable]) -> set[str | None]:
     return {name for v in variables for name in getattr(v, "logical_axes", ())}
 
 
-def check_rules(used: set[str | None]):
+def check_rules(used: set[str | None]) -> None:
     """Check that every entry of the config's `parallel_rules` matches a weight or an activation.
 
     Args:

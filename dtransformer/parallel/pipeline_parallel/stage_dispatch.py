@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.stage_assignment import check_here
+from dtransformer.parallel.recompute.recompute import requested
 from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.zero.gather import read_copy
@@ -146,6 +147,7 @@ def dispatch(
     Raises:
         RuntimeError: If another stage has the layer and no view is active.
     """
+    compute = requested(layer, compute)
     # Keras only asks for shapes here.
     if layer.pipeline_stage is None or _compat.in_symbolic_scope():
         return compute(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Embedding look-up in a table that may be sharded by rows, and tied logits.
+"""Look-ups in tables and sequences that may be sharded, and tied logits.
 
-Each device looks up its rows, and an all-reduce adds the rows of other devices
-([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3). The gradient of a row stays
-on its device. A sharded vocabulary is padded to a multiple of the number of shards.
+Each device looks up its rows of an embedding table, and an all-reduce adds the rows of other
+devices ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053), section 3). The gradient of a row
+stays on its device. A sharded vocabulary is padded to a multiple of the number of shards.
 """
 
 import keras
@@ -14,6 +14,7 @@ from dtransformer.parallel.mesh.axis_rules import (
     activation_specs,
     axis_size,
     constrain,
+    constrain_both,
     mesh_axis,
     relayout,
 )
@@ -137,6 +138,36 @@ def tied_logits(x: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         return logits
 
     return run_product(multiply, x, table)
+
+
+def gather_positions(inputs: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+    """Return the vectors at some positions of each sequence.
+
+    Off the mesh this is `tf.gather`. On a mesh it is a product with one-hot rows: if the sequence
+    is sharded, every device multiplies its shard, and the results are summed.
+
+    Args:
+        inputs: Tensor of shape `[b, s, h]`.
+        positions: Integer tensor of shape `[b, P]` with values in [0, s). Positions count from the
+            start of the full sequence and may repeat.
+
+    Returns:
+        A tensor of shape `[b, P, h]`.
+
+    Example:
+
+    >>> gather_positions(tf.reshape(tf.range(6.0), (1, 3, 2)), tf.constant([[2, 0]])).numpy().tolist()
+    [[[4.0, 5.0], [0.0, 1.0]]]
+    """
+    if not trace.is_on_mesh():
+        return tf.gather(inputs, positions, batch_dims=1)
+    # DTensor cannot shard the result of `tf.one_hot` for 64-bit indices.
+    indices = tf.range(inputs.shape[1], dtype=INDEX_TYPE)
+    is_position = tf.cast(positions, INDEX_TYPE)[..., None] == indices
+    one_hot = constrain(tf.cast(is_position, inputs.dtype), ("batch", None, "length"))
+    inputs = constrain_both(inputs, ("batch", "length", None))
+    # [b, P, s], [b, s, h] -> [b, P, h]
+    return constrain_both(tf.matmul(one_hot, inputs), ("batch", None, None))
 
 
 def _look_up_replicated(table, ids):

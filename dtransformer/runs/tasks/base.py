@@ -152,6 +152,11 @@ class Task(abc.ABC):
         """Return the number of ids that the network must have."""
         return self.tokenizer.vocab_size
 
+    @staticmethod
+    def predicted_positions(config: RunConfig) -> int | None:
+        """Return the number of positions per row with logits, or `None` for all, for the planner."""
+        return None
+
     @abc.abstractmethod
     def batches(self, part: str) -> Any:
         """Return this rank's batches for `fit`.

@@ -6,7 +6,7 @@ results of the full batch.
 
 import tensorflow as tf
 
-from dtransformer.trainers.row_sharding import take_shard
+from dtransformer.trainers.row_sharding import concat_rows, take_shard
 
 _NOT_INLINED = {"_noinline": True}
 
@@ -63,13 +63,9 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
             sums = new_sums
             all_outputs.append(outputs)
             dependencies = gradients
-        return gradients, tf.nest.map_structure(_concat, *all_outputs), sums
+        return gradients, tf.nest.map_structure(concat_rows, *all_outputs), sums
 
     return accumulated
-
-
-def _concat(*tensors):
-    return None if tensors[0] is None else tf.concat(tensors, 0)
 
 
 def micro_batch_seed(seed, i, num_micro_batches):

@@ -21,7 +21,7 @@ from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.pipeline_parallel.shared_chunks import count_blocks
 from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit
-from dtransformer.trainers.compile_checks import find_trained_batch_norm
+from dtransformer.trainers.compile_checks import find_trained_batch_norms
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.engines.base import Engine, StepScalars
 
@@ -96,7 +96,7 @@ class MeshEngine(Engine):
         counter = None
         if function.adds_losses:
             counter = "losses that layers add"
-        elif training and find_trained_batch_norm(self._step.network) is not None:
+        elif training and find_trained_batch_norms(self._step.network):
             counter = "the means of a BatchNormalization"
         elif self._step.states.is_used:
             counter = "states and metrics of layers"

@@ -8,6 +8,7 @@ from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT, refit
 from dtransformer.parallel.config.topology import Topology
+from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.runtime.launch import fit_to_devices
 from dtransformer.runs.config import load_config
 from dtransformer.runs.run import layout_plan
@@ -143,6 +144,16 @@ def test_refit_reduces_expert_parallel(level, left, experts):
     result = refit(config, left)
     assert (result.data_parallel, result.expert_parallel) == (left, experts)
     Topology.from_config(result, left)
+
+
+@pytest.mark.parametrize("left, context, ulysses_shards", [(8, 8, 4), (6, 2, 2), (3, 1, 1)])
+def test_refit_keeps_ulysses_shards_a_divisor(left, context, ulysses_shards):
+    config = TransformerOpParallelConfig(
+        context_parallel=8, context_parallel_mode="ulysses_ring", ulysses_shards=4
+    )
+    found = refit(config, left)
+    assert (found.context_parallel, found.ulysses_shards) == (context, ulysses_shards)
+    check_supported(found)
 
 
 def plan_for(ranks, monkeypatch, *settings, launched="3"):

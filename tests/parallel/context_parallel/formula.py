@@ -17,12 +17,10 @@ def elements_sent(plan, b, n, m, d):
     queries = b * n * d * plan.num_queries // plan.shards
     keys = b * m * d * plan.num_keys // plan.shards
     num_peers = plan.shards - 1
+    keys *= max(plan.head_parts // m, 1)
     if plan.has_all_positions:
-        keys *= max(plan.shards // m, 1)
         total = num_peers * (2 * queries + 2 * keys) // plan.shards
         return {"forward": total, "backward": total}
     striped = num_peers * 2 * queries // plan.shards if plan.is_striped else 0
-    return {
-        "forward": striped + num_peers * 2 * keys,
-        "backward": striped + 2 * num_peers * 2 * keys,
-    }
+    keys = num_peers * 2 * keys // plan.head_parts
+    return {"forward": striped + keys, "backward": striped + 2 * keys}

@@ -107,6 +107,21 @@ def test_docs_patterns_match_one_device_on_a_mesh():
 
 
 @on_mesh
+def test_layer_of_the_sharding_guide_matches_one_device_on_a_mesh():
+    code = "\n".join(blocks(ROOT / "docs/sharding-guide.md", "python"))
+    code = replaced(code, {"dtransformer.init()": ""})
+    exec(code, reference := {})
+    for fields in ({"sequence_parallel": True}, {"model_parallel": 1, "context_parallel": 2}):
+        keras.utils.clear_session()  # equal layer names give equal weights
+        start(**fields)
+        exec(code, sharded := {})
+        np.testing.assert_allclose(sharded["losses"], reference["losses"], rtol=PARITY_LOSS)
+        first, last = sharded["network"].layers[-1].weights
+        expected = "model" if "sequence_parallel" in fields else None
+        assert first.specs == (None, expected, None) and last.specs == (expected, None, None)
+
+
+@on_mesh
 def test_rejects_invalid_rules():
     start(parallel_rules={"embed": "model"})
     raises(ValueError, ["query_kernel", "sharded twice", "'model'"], network)

@@ -1,8 +1,10 @@
-"""Tasks that run the checks of collectives, or the example of hybrid parallelism."""
+"""Tasks that run the checks of collectives, or train as the examples do."""
 
+import functools
 import runpy
 import traceback
 
+from dtransformer.parallel.collectives import new_group
 from dtransformer.parallel.runtime import job
 from harness.launch import REPOSITORY
 from tests.distributed.tasks.collectives import errors, functions, own, values
@@ -33,4 +35,15 @@ def hybrid_example():
     return {"losses": train(mp=min(job.size(), 2))}
 
 
-TASKS = {"checks": checks, "hybrid_example": hybrid_example}
+def example(name):
+    """Train as in an example of examples/collectives on all ranks."""
+    train = runpy.run_path(REPOSITORY / f"examples/collectives/{name}.py")["train"]
+    return {"losses": train(new_group(range(job.size())))}
+
+
+EXAMPLES = ("parameter_server", "switch_parallelism")
+TASKS = {
+    "checks": checks,
+    "hybrid_example": hybrid_example,
+    **{name: functools.partial(example, name) for name in EXAMPLES},
+}
