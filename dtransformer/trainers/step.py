@@ -42,14 +42,14 @@ class Step:
         self.metrics = metrics
         self.expert_loads = ExpertLoads()
         self._forward_backward = engine.forward_backward
-        num_micro_batches = get_parallel_config().micro_batch_num
+        self._num_micro_batches = get_parallel_config().micro_batch_num
         reduce = optimizer_step.reduce_micro_batch
         if engine.takes_micro_batches:
             reduce_weights = None if reduce is None else reduce.reduce_weights
             self._forward_backward = partial(engine.forward_backward, reduce=reduce_weights)
-        elif num_micro_batches > 1:
+        elif self._num_micro_batches > 1:
             self._forward_backward = accumulate_gradients(
-                engine.forward_backward, num_micro_batches, reduce
+                engine.forward_backward, self._num_micro_batches, reduce
             )
         self._fingerprints = compiler.compile_part(fingerprint_table)
         self._reduce = compiler.compile_part(self._reduce_and_clip)
@@ -77,7 +77,7 @@ class Step:
             A dict of scalar tensors, the logs. With several data ranks `FINGERPRINTS` contains the
             ranks' batch fingerprints.
         """
-        local_batch = self._local_batch(batch, sharding, get_parallel_config().micro_batch_num)
+        local_batch = self._local_batch(batch, sharding, self._num_micro_batches)
         scalars = self._step_scalars(*local_batch)
         gradients, outputs, sums = self._forward_backward(*local_batch, scalars)
         metric_inputs = self._metric_inputs(local_batch, outputs)
