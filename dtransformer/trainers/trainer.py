@@ -470,6 +470,7 @@ class Trainer(keras.Model):
         if str(path).endswith(MODEL_SUFFIX):
             options = {"replicas": replicas, "assets": assets, "metrics": metrics, **kwargs}
             optimizer = getattr(self, "optimizer", None)
+            self.built = self.built or self.network.built
             self._files.save_model(path, overwrite, super().save, optimizer, options)
             return
         if kwargs:

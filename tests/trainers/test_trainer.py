@@ -329,6 +329,18 @@ def test_unknown_save_options_raise_an_error(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("error:You are saving a model")
+def test_keras_file_of_a_trained_trainer_is_saved_without_warnings(tmp_path):
+    trainer = dense_trainer()
+    trainer.fit(*points(), verbose=0)
+    trainer.save(tmp_path / "x.keras")
+    loaded = keras.saving.load_model(tmp_path / "x.keras")
+    inputs = points()[0]
+    np.testing.assert_array_equal(
+        loaded.predict(inputs, verbose=0), trainer.predict(inputs, verbose=0)
+    )
+
+
 def test_averaged_weights_before_the_first_step():
     trainer = dense_trainer()
     with trainer.averaged_weights():
