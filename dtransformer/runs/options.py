@@ -243,6 +243,7 @@ class EmbeddingTraining(NetworkTraining):
     """Contrastive training of text vectors."""
 
     temperature: Positive = 0.05  # Divisor of similarities
+    matryoshka: list[Count] = dataclasses.field(default_factory=list)  # Train the first n features
 
 
 @run_options

@@ -79,7 +79,7 @@ _FIXED_ON_RESUME = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
     *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
-    *("training.simpo_gamma", "training.reference_free"),
+    *("training.simpo_gamma", "training.reference_free", "training.matryoshka"),
     *("training.desirable_weight", "training.undesirable_weight"),
 )
 

@@ -23,8 +23,6 @@ from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
 from dtransformer.runs.tasks import documents, load_run, make_task
 from dtransformer.runs.tasks.classification import label_name
-from dtransformer.runs.tasks.embedding import Embedding
-from dtransformer.runs.tasks.reward import Reward
 from tests.runs.small_records import CONFIGS, write, write_config
 
 OTHERS = [name for name in CONFIGS if name not in ("gpt", "chat", "preference")]
@@ -382,15 +380,6 @@ def test_simultaneous_evaluations_use_different_folders(place, monkeypatch):
         evaluate_run("runs/gpt", ["text.txt"])
     assert len(set(folders)) == 2 and sorted((place / "runs").iterdir()) == before
     assert (theirs / "notes").exists()
-
-
-def test_embedding_rejects_explicit_negatives():
-    with pytest.raises(InputError, match="here: negative is not supported"):
-        Embedding.texts(None, {"query": "a", "positive": "b", "negative": "c"}, "here")
-    for wrong in ("high", "", True, [], {}):
-        with pytest.raises(InputError, match="here: `margin` must be a finite number"):
-            Reward.target(None, {"margin": wrong}, "here")
-    assert Reward.target(None, {"margin": None}, "here") == Reward.target(None, {}, "here")
 
 
 def test_targets_have_a_position_for_the_start_token(place, monkeypatch, capsys):
