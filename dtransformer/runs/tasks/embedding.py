@@ -121,10 +121,13 @@ class Embedding(LabelTask):
 
     def encode(self, records):
         groups = [self.texts(record, place) for place, record in records]
-        rows = iter(self.encode_whole([text for group in groups for text in group]))
-        encoded = [[next(rows) for _ in group] for group in groups]
+        sequences = iter(self.encode_whole(list(itertools.chain.from_iterable(groups))))
         missing = ([], [])  # Records may have fewer negative texts than others.
-        return [row + [missing] * (self._num_texts - len(row)) for row in encoded], None
+        rows = []
+        for group in groups:
+            row = list(itertools.islice(sequences, len(group)))
+            rows.append(row + [missing] * (self._num_texts - len(group)))
+        return rows, None
 
     def _encode_part(self, name, sources):
         placed = itertools.chain.from_iterable(sources)
