@@ -64,6 +64,7 @@ REPEATED = re.compile(
 NESTED = {
     "`data.train` and `data.dev`": options.Source,
     "`model.adapters`": network_options.AdapterOptions,
+    "`training.guard`": options.GuardOptions,
     "`model.moe_config`": MoEConfig,
     "`training.groups`": options.GroupOptions,
     "`parallel.recompute`": TransformerRecomputeConfig,

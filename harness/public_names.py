@@ -135,6 +135,7 @@ NAMES = (
     planner.get_model,
     planner.plan,
     trainers.ModelCheckpoint,
+    trainers.SpikeGuard,
     trainers.Trainer,
 )
 

@@ -158,6 +158,10 @@ class Step:
             logs["loss_scale"] = result["loss_scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
             logs["skipped_in_a_row"] = tf.identity(loss_scale.skipped_in_a_row)
+        guard = self._optimizer_step.guard
+        if guard is not None:
+            logs["skipped_spikes"] = tf.identity(guard.num_skipped)
+            logs["spikes_in_a_row"] = tf.identity(guard.in_a_row)
         if any(name.startswith(EXPERTS) for name in totals):
             logs |= self.expert_loads.update(totals)
         logs |= self._other_logs(totals)

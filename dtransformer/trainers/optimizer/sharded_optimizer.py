@@ -13,6 +13,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer import phases
 from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
+from dtransformer.trainers.optimizer.guard import StepGuard
 from dtransformer.trainers.optimizer.keras_update import keras_update
 from dtransformer.trainers.optimizer.reduce import buckets
 from dtransformer.trainers.optimizer.shard_plan import make_partition, shard_plan
@@ -32,12 +33,14 @@ class ShardedOptimizer:
         bucket_ids: List with the reduction bucket of each weight, or `None`; see `buckets`.
         compiler: `StepCompiler`.
         copies: Weights that another pipeline stage also stores and counts in the global norm.
+        guard: `SpikeGuard`, or `None`.
 
     Attributes:
         partition: `Partition` of the update over the data-parallel group.
         shards: List of `PlannedShard`s.
         units: List of local `UpdateUnit`s, in the order of the optimizer's states.
         loss_scale: `LossScale`.
+        guard: `StepGuard`, or `None`.
         is_sharded: Boolean. Whether the data-parallel group shards the update of any weight.
         reduce_micro_batch: The `Reduction` of each micro-batch's gradients with
             `gradient_accumulation_shard`. `None` to accumulate the gradients themselves.
@@ -47,9 +50,10 @@ class ShardedOptimizer:
         ValueError: If the layout shards weights and the optimizer cannot update shards.
     """
 
-    def __init__(self, optimizer, weights, bucket_ids, compiler, copies=()):
+    def __init__(self, optimizer, weights, bucket_ids, compiler, copies=(), guard=None):
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self.loss_scale = LossScale(optimizer)
+        self.guard = None if guard is None else StepGuard(guard, self.loss_scale.is_used)
         self.partition = make_partition(weights)
         self.shards = shard_plan(weights, self.partition, copies)
         self._units = UpdateUnits(self.shards, self.partition.kind)
@@ -130,7 +134,7 @@ class ShardedOptimizer:
         return data.gradients, data.values, data.norm
 
     def apply(self, gradients, values, norm):
-        """Update the weights, unless the loss scale skips the step.
+        """Update the weights, unless the loss scale or the guard skips the step.
 
         The arguments are the results of `reduce_and_clip`.
         """
@@ -138,7 +142,8 @@ class ShardedOptimizer:
         # Weight decay reads no gradient. Without this dependency it would also run in a step that
         # fails because the data has ended.
         with tf.control_dependencies([norm]):
-            self.loss_scale.run(norm, partial(_run, self._update_phases, data))
+            update = partial(self.loss_scale.run, norm, partial(_run, self._update_phases, data))
+            update() if self.guard is None else self.guard.run(norm, update)
 
     def take_averages(self, exchanges=False):
         """Assign moving averages (`use_ema`) to the weights; see `assign_averages`."""
