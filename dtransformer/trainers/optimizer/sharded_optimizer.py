@@ -143,7 +143,10 @@ class ShardedOptimizer:
         # fails because the data has ended.
         with tf.control_dependencies([norm]):
             update = partial(self.loss_scale.run, norm, partial(_run, self._update_phases, data))
-            update() if self.guard is None else self.guard.run(norm, update)
+            if self.guard is None:
+                update()
+            else:
+                self.guard.run(norm, update)
 
     def take_averages(self, exchanges=False):
         """Assign moving averages (`use_ema`) to the weights; see `assign_averages`."""
