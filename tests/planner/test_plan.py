@@ -406,8 +406,8 @@ def test_pipeline_accumulates_full_gradients_or_shards():
     np.testing.assert_allclose(memory.gradients / parameters, [4, 4, 1, 1])
     np.testing.assert_allclose(memory.states / parameters, [2, 2, 2, 2])
     # A ring of 4 ranks sends 3/4 of the bytes. The other seven micro-batches also reduce-scatter.
-    one = Layouts.from_columns(stage=2, data=4)
-    group = device_groups(one)["replicas"]
+    layout = Layouts.from_columns(stage=2, data=4)
+    group = device_groups(layout)["replicas"]
     (scatter,) = collective_seconds(cluster(8), "reduce-scatter", 4 * parameters, group)
     assert seconds.reduction[1] == pytest.approx(seconds.reduction[0])
     assert seconds.reduction[2] - seconds.reduction[1] == pytest.approx(7 * scatter, rel=1e-4)

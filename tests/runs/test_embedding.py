@@ -188,9 +188,9 @@ def test_records_have_different_numbers_of_negatives(tmp_path, monkeypatch):
     records = task.records["train"]
     assert records.num_sequences == 5
     assert (records.targets > 0).sum(1).tolist() == [2, 3, 5]
-    one, two = records.targets[0, 1], records.targets[1, 1]
-    assert records.targets[1, 2] == records.targets[2, 4] == one
-    assert records.targets[2, 2] == two
+    id_of_one, id_of_two = records.targets[0, 1], records.targets[1, 1]
+    assert records.targets[1, 2] == records.targets[2, 4] == id_of_one
+    assert records.targets[2, 2] == id_of_two
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def reference(folder):
     def scores(ids, index):
         with torch.no_grad():
             table = model(torch.tensor(ids[None, :-1])).logits[0].double().log_softmax(-1).numpy()
-        own = table[np.arange(len(ids) - 1), ids[1:]][-index:]
-        return own.sum(), bool((table.argmax(-1)[-index:] == ids[1:][-index:]).all())
+        log_probabilities = table[np.arange(len(ids) - 1), ids[1:]][-index:]
+        return log_probabilities.sum(), bool((table.argmax(-1)[-index:] == ids[1:][-index:]).all())
 
     return scores
 
