@@ -2,7 +2,8 @@
 
 import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
+from dtransformer.trainers.optimizer.guard import SpikeGuard
 from dtransformer.trainers.optimizer.muon import Muon
 from dtransformer.trainers.trainer import Trainer
 
-__all__ = ["ModelCheckpoint", "Muon", "Trainer"]
+__all__ = ["ModelCheckpoint", "Muon", "SpikeGuard", "Trainer"]

@@ -28,6 +28,7 @@ from dtransformer.parallel.tensor_parallel.linear import (
     sum_partial,
 )
 from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.zero.units import run_product
 
 
 def padded_vocab_size(vocab_size: int) -> int:
@@ -129,10 +130,14 @@ def tied_logits(x: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
     """
     if not trace.is_on_mesh():
         return matmul(x, table, transpose_kernel=True)
-    # Shard a replicated table first. DTensor cannot shard and transpose it in one operation.
-    kernel = tf.transpose(constrain(table, ("vocab", "embed")))
-    (logits,) = column_parallel(x, [kernel], ("vocab",))
-    return logits
+
+    def multiply(x, table):
+        # Shard a replicated table first. DTensor cannot shard and transpose it in one operation.
+        kernel = tf.transpose(constrain(table, ("vocab", "embed")))
+        (logits,) = column_parallel(x, [kernel], ("vocab",))
+        return logits
+
+    return run_product(multiply, x, table)
 
 
 def gather_positions(inputs: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
