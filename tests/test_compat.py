@@ -163,6 +163,7 @@ def test_hooks_of_variables():
     [
         (keras.Variable, lambda: keras.Variable(1.0)),
         (keras.layers.Layer, lambda: keras.layers.Layer()),
+        (keras.optimizers.Muon, lambda: keras.optimizers.Muon()),
         (keras.Model, lambda: keras.Model()),
     ],
 )
