@@ -56,7 +56,7 @@ def _bases_in_folder(node, classes):
     bases = []
     for base in node.bases:
         parent = classes.get(ast.unparse(base).rpartition(".")[2])
-        if parent is not None:
+        if parent is not None and parent is not node:  # A class may have the name of its base.
             bases += [parent, *_bases_in_folder(parent, classes)]
     return bases
 

@@ -157,7 +157,7 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
         for kind, x, y in zip(totals, dense, experts):
             totals[kind] = totals[kind] + x + y
     if not model.adapter_rank:
-        tables = stage_table_parameters(model, layouts, stage, is_trained=True)
+        tables = _table_parameters(model, layouts, stage, is_trained=True)
         sizes = (0, 0, system.table_state_bytes)
         totals["states"] = (
             totals["states"] + state_bytes(tables, num_shards, layouts.level, *sizes)[2]
@@ -214,18 +214,11 @@ def stage_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_t
         total = total + count * block_parameters / t
     if is_trained and model.adapter_rank:
         return total
-    return total + stage_table_parameters(model, layouts, stage, is_trained)
+    return total + _table_parameters(model, layouts, stage, is_trained)
 
 
-def stage_table_parameters(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
-    """Return the number of parameters outside blocks on a rank of a stage, as an array [N].
-
-    Args:
-        model: A `ModelShape`.
-        layouts: The `Layouts`.
-        stage: The `StageKind`.
-        is_trained: Boolean, whether to count trained parameters only.
-    """
+def _table_parameters(model, layouts, stage, is_trained):
+    """Return the number of parameters outside blocks on a rank of a stage, as an array [N]."""
     rows = np.where(layouts.rows > 0, layouts.model, 1)
     has_tables = not is_trained or model.trains_tables
     table = has_tables * (model.embedding_parameters() + model.other_parameters())

@@ -28,7 +28,7 @@ class Muon(keras.optimizers.Muon):
     Newton–Schulz needs full matrices. With `optimizer_shard` and on a mesh, set
     `optimizer_shard_partition="whole"`. Its products are bfloat16 on GPUs and float32 on CPUs.
 
-    The arguments are those of `keras.optimizers.Muon`. The most important ones:
+    Args lists the main arguments of `keras.optimizers.Muon`. The others also work.
 
     References:
         - [Jordan et al., 2024](https://kellerjordan.github.io/posts/muon/)
