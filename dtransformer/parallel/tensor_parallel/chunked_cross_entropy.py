@@ -157,20 +157,20 @@ def _chunked_nll(product, labels, size, nll):
         weights = tf.cast(kernel, x.dtype)
 
         def forward(i, sums, done):
-            y = matmul(_after(x[i], done), weights, transpose_kernel=is_transposed)
+            y = matmul(_after(x[:, i], done), weights, transpose_kernel=is_transposed)
             logits = product.finish(y, *biases)
-            return [nll(logits, chunk_labels[i]), is_most_likely(logits, chunk_labels[i])], sums
+            return [nll(logits, chunk_labels[:, i]), is_most_likely(logits, chunk_labels[:, i])], sums
 
         def gradient(upstream, _):
             chunk_upstream = chunks.split(upstream)
 
             def backward(i, sums, done):
-                rows = _after(x[i], done)
+                rows = _after(x[:, i], done)
                 y = matmul(rows, weights, transpose_kernel=is_transposed)
                 with tf.GradientTape() as tape:
                     tape.watch([y, *biases])
-                    values = nll(product.finish(y, *biases), chunk_labels[i])
-                dy, *gradients = tape.gradient(values, [y, *biases], chunk_upstream[i])
+                    values = nll(product.finish(y, *biases), chunk_labels[:, i])
+                dy, *gradients = tape.gradient(values, [y, *biases], chunk_upstream[:, i])
                 if is_trained:
                     factors = (dy, rows) if is_transposed else (rows, dy)
                     gradients.append(tf.matmul(*factors, transpose_a=True))
@@ -206,11 +206,11 @@ def _after(x, done):
 
 
 def _iterate(body, count, sums, dtypes):
-    """Call a function for each chunk in turn. Return its stacked results and the last sums.
+    """Call a function for each chunk in turn. Return its results `[d, n, r, ...]` and the last sums.
 
     Args:
         body: Function of the index of a chunk, the sums, and a tensor that must be computed first
-            (or `None`). Returns `(results, sums)`, two lists of tensors.
+            (or `None`). Returns `(results, sums)`, two lists of tensors. Results are `[d, r, ...]`.
         count: Number of chunks.
         sums: List of tensors.
         dtypes: List of the results' types.
@@ -222,7 +222,7 @@ def _iterate(body, count, sums, dtypes):
             results, sums = body(i, sums, done)
             all_results.append(results)
             done = (sums or results)[-1]
-        return [tf.stack(parts) for parts in zip(*all_results)], sums
+        return [tf.stack(parts, axis=1) for parts in zip(*all_results)], sums
 
     def step(i, arrays, sums):
         results, sums = body(i, sums, None)
@@ -232,7 +232,7 @@ def _iterate(body, count, sums, dtypes):
     _, arrays, sums = tf.while_loop(
         lambda i, *_: i < count, step, (0, arrays, sums), parallel_iterations=1
     )
-    return [array.stack() for array in arrays], sums
+    return [tf.squeeze(array.stack(), 1)[None] for array in arrays], sums  # [n, 1, ...]
 
 
 class _Chunks:
@@ -256,19 +256,24 @@ class _Chunks:
         self._size = -(-self._length // self.count)
 
     def split(self, x):
-        """Return the chunks `[n, d, r, ...]` of a tensor `[b, s, ...]`."""
+        """Return the chunks `[d, n, r, ...]` of a tensor `[b, s, ...]`."""
         features = x.shape[2:].as_list()
         padding = self.count * self._size - self._length
         x = tf.pad(x, [[0, 0], [0, padding], *[[0, 0]] * len(features)])
         x = tf.reshape(x, [self._shards, self._rows, self.count, self._size, *features])
-        x = tf.transpose(x, [2, 0, 1, 3, *range(4, len(x.shape))])
-        x = tf.reshape(x, [self.count, self._shards, self._rows * self._size, *features])
-        return constrain(x, (None, "batch", *[None] * (len(x.shape) - 2)))
+        x = self._swap(x)
+        x = tf.reshape(x, [self._shards, self.count, self._rows * self._size, *features])
+        return constrain(x, ("batch", *[None] * (len(x.shape) - 1)))
 
     def join(self, x):
-        """Return the tensor `[b, s, ...]` with the chunks `[n, d, r, ...]`."""
+        """Return the tensor `[b, s, ...]` with the chunks `[d, n, r, ...]`."""
         features = x.shape[3:].as_list()
-        x = tf.reshape(x, [self.count, self._shards, self._rows, self._size, *features])
-        x = tf.transpose(x, [1, 2, 0, 3, *range(4, len(x.shape))])
+        x = tf.reshape(x, [self._shards, self.count, self._rows, self._size, *features])
+        x = self._swap(x)
         x = tf.reshape(x, [self._shards * self._rows, self.count * self._size, *features])
         return constrain(x[:, : self._length], ("batch", *[None] * (len(x.shape) - 1)))
+
+    @staticmethod
+    def _swap(x):
+        """Swap the dimensions of rows and chunks."""
+        return tf.transpose(x, [0, 2, 1, *range(3, len(x.shape))])
