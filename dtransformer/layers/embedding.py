@@ -244,7 +244,7 @@ class VocabHead(_VocabLayer):
             logits = tied_logits(inputs, table)
         else:
             (logits,) = column_parallel(inputs, [self.kernel], ("vocab",))
-        biases = [self.bias] if self.use_bias else []
+        biases = [tf.convert_to_tensor(self.bias)] if self.use_bias else []
         logits = self._finish(logits, *biases)
         if self.keeps_padding or logits.shape[-1] == self.vocab_size:
             kernel = table if self.tied else self.kernel

@@ -56,7 +56,7 @@ def attach_product(
     logits: tf.Tensor,
     inputs: tf.Tensor,
     kernel: tf.Tensor | keras.Variable,
-    biases: list[keras.Variable],
+    biases: list[tf.Tensor],
     is_tied: bool,
     finish: Callable,
 ) -> tf.Tensor:
@@ -77,9 +77,9 @@ def attach_product(
     if trace.is_on_mesh():
         if len(inputs.shape) != 3 or get_inner_length_axis(inputs.shape) is not None:
             return logits
-        kernel = tied_kernel(kernel) if is_tied else kernel
+        kernel = tied_kernel(kernel) if is_tied else constrain(kernel, ("embed", "vocab"))
         is_tied = False
-    kernel, *biases = (tf.convert_to_tensor(x) for x in (kernel, *biases))
+    kernel = tf.convert_to_tensor(kernel)
     logits.head_product = HeadProduct(inputs, kernel, biases, is_tied, finish)
     return logits
 
@@ -159,7 +159,8 @@ def _chunked_nll(product, labels, size, nll):
         def forward(i, sums, done):
             y = matmul(_after(x[:, i], done), weights, transpose_kernel=is_transposed)
             logits = product.finish(y, *biases)
-            return [nll(logits, chunk_labels[:, i]), is_most_likely(logits, chunk_labels[:, i])], sums
+            labels = chunk_labels[:, i]
+            return [nll(logits, labels), is_most_likely(logits, labels)], sums
 
         def gradient(upstream, _):
             chunk_upstream = chunks.split(upstream)
