@@ -74,12 +74,12 @@ def attach_product(
     is_special = is_unsharded_for_use(kernel) or is_split(kernel) or get_low_rank(kernel)
     if tf.executing_eagerly() or is_special:
         return logits
+    kernel = tf.convert_to_tensor(kernel)
     if trace.is_on_mesh():
         if len(inputs.shape) != 3 or get_inner_length_axis(inputs.shape) is not None:
             return logits
         kernel = tied_kernel(kernel) if is_tied else constrain(kernel, ("embed", "vocab"))
         is_tied = False
-    kernel = tf.convert_to_tensor(kernel)
     logits.head_product = HeadProduct(inputs, kernel, biases, is_tied, finish)
     return logits
 
