@@ -221,7 +221,7 @@ def make_report(workload, seconds, started):
     from workloads import get_workload
 
     work = get_workload(workload)
-    ours, limit = seconds.get(OURS), seconds.get(LIMIT)
+    our_seconds, limit = seconds.get(OURS), seconds.get(LIMIT)
     peers = {name: values for name, values in seconds.items() if name not in (OURS, LIMIT)}
     report = {
         "step_ms": {name: rounded(values, 1e3, 1) for name, values in seconds.items()},
@@ -244,12 +244,12 @@ def make_report(workload, seconds, started):
         for name, values in seconds.items()
         if name != LIMIT
     }
-    if ours and peers:
-        ratios = {name: compute_ratios(values, ours) for name, values in peers.items()}
+    if our_seconds and peers:
+        ratios = {name: compute_ratios(values, our_seconds) for name, values in peers.items()}
         report["times_as_fast_as"] = {name: rounded(values) for name, values in ratios.items()}
         rivals = [x for name, x in peers.items() if name != "before" and not name.startswith(OURS)]
         if rivals:
-            best = compute_ratios([min(values) for values in zip(*rivals)], ours)
+            best = compute_ratios([min(values) for values in zip(*rivals)], our_seconds)
             report["times_as_fast_as_the_best_peer"] = rounded(best)
             report["median_against_the_best_peer"] = round(statistics.median(best), 3)
     results = {name: start["result"] for name, start in started.items()}
@@ -279,9 +279,9 @@ def make_report(workload, seconds, started):
     return report
 
 
-def same_ids(ours, ids):
+def same_ids(our_ids, ids):
     """Return the fraction of translated tokens that equal ours."""
-    pairs = [pair for rows in zip(ours, ids, strict=True) for pair in zip(*rows, strict=True)]
+    pairs = [pair for rows in zip(our_ids, ids, strict=True) for pair in zip(*rows, strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 

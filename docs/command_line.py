@@ -64,6 +64,7 @@ REPEATED = re.compile(
 NESTED = {
     "`data.train` and `data.dev`": options.Source,
     "`model.adapters`": network_options.AdapterOptions,
+    "`training.guard`": options.GuardOptions,
     "`model.moe_config`": MoEConfig,
     "`training.groups`": options.GroupOptions,
     "`parallel.recompute`": TransformerRecomputeConfig,
@@ -139,9 +140,9 @@ def keys():
         of = f" of {names[0]}" + " and others" * (len(names) > 1) if missing else ""
         titles[owner] = f"`{name}`{of}"
         yield f"\n### {titles[owner]}\n"
-        told = ", ".join(f"`{task}`" for task in (missing if len(missing) == 1 else names))
-        told = f"all except {told}" if len(missing) == 1 else told
-        yield f"\n{summary(owner)} Tasks: {told if missing else 'all'}."
+        task_names = ", ".join(f"`{task}`" for task in (missing if len(missing) == 1 else names))
+        task_names = f"all except {task_names}" if len(missing) == 1 else task_names
+        yield f"\n{summary(owner)} Tasks: {task_names if missing else 'all'}."
         fields = dataclasses.fields(owner)
         base, added = owner.__base__, inspect.get_annotations(owner)
         if base in titles and added.keys().isdisjoint(x.name for x in dataclasses.fields(base)):

@@ -51,10 +51,10 @@ def as_markdown(docstring):
 
 def _take(lines, belongs):
     """Remove the first lines that belong together, and return them."""
-    taken = []
+    lines_of_item = []
     while lines and belongs(lines[0]):
-        taken.append(lines.pop(0))
-    return taken
+        lines_of_item.append(lines.pop(0))
+    return lines_of_item
 
 
 def _as_list(name, lines):

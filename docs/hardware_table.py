@@ -75,6 +75,8 @@ def short_layout(config):
     words = [f"{name}{degree}" for name, degree in degrees.items() if (degree or 1) > 1]
     if config.optimizer_shard:
         words.append(f"zero{int(config.optimizer_shard)}")
+    if config.gradient_accumulation_shard:
+        words.append("gs")
     if config.micro_batch_num > 1:
         words.append(f"m{config.micro_batch_num}")
     if get_recompute_level(config.recompute) != "none":

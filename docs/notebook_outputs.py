@@ -31,9 +31,9 @@ def plots():
     from matplotlib import pyplot
 
     outputs = []
-    for number in pyplot.get_fignums():
+    for figure_number in pyplot.get_fignums():
         data = io.BytesIO()
-        pyplot.figure(number).savefig(data, format="png", dpi=80, bbox_inches="tight")
+        pyplot.figure(figure_number).savefig(data, format="png", dpi=80, bbox_inches="tight")
         picture = {"image/png": base64.b64encode(data.getvalue()).decode()}
         outputs.append({"data": picture, "metadata": {}, "output_type": "display_data"})
     pyplot.close("all")

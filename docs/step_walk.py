@@ -86,8 +86,8 @@ def walk(layout):
     StepRunner.train = noted
     trainer.fit(*data, batch_size=8, epochs=1, verbose=0)
     dtransformer.shutdown()
-    own = [pathlib.Path(name) for name in passed]
-    return sorted(path.relative_to(PACKAGE) for path in own if path.is_relative_to(PACKAGE))
+    paths = [pathlib.Path(name) for name in passed]
+    return sorted(path.relative_to(PACKAGE) for path in paths if path.is_relative_to(PACKAGE))
 
 
 def main():

@@ -192,7 +192,7 @@ def tables():
             cells = " | ".join(cell(task, technique, reasons) for technique in techniques)
             lines.append(f"| `{task}` | {cells} |")
         lines.append("")
-    lines += [f"[^{number}]: {reason}" for number, reason in enumerate(reasons, 1)]
+    lines += [f"[^{footnote}]: {reason}" for footnote, reason in enumerate(reasons, 1)]
     return "\n".join(lines) + "\n"
 
 

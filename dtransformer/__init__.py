@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         set_parallel_config,
     )
     from dtransformer.parallel.initialize import init, shutdown
+    from dtransformer.parallel.keras_layers.recompute import recompute
     from dtransformer.parallel.runtime.job import (
         compiles_shapes,
         data_shard,
@@ -68,6 +69,7 @@ __all__ = [
     "local_rank",
     "parallel_config",
     "rank",
+    "recompute",
     "row_multiple",
     "set_parallel_config",
     "set_seed",
@@ -80,6 +82,7 @@ _MODULES = (
     "parallel.config.config",
     "parallel.runtime.job",
     "parallel.initialize",
+    "parallel.keras_layers.recompute",
     "trainers",
 )
 _SUBPACKAGES = ("cli", "datasets", "inputs", "layers", "models", "parallel", "planner", "reports")

@@ -94,7 +94,7 @@ class TwiceInARow(Fault):
 class WhileStarting(Fault):
     """The last rank is killed, and again as soon as its new process has started."""
 
-    where, number = "begun", signal.SIGKILL
+    where, signal_number = "begun", signal.SIGKILL
 
     def begin(self):
         rank = self.run.num_ranks - 1
@@ -105,7 +105,7 @@ class WhileStarting(Fault):
         while self.run.pid(rank, self.where) == pid and time.time() < end:
             time.sleep(0.01)
         self.at = None
-        self.signal(self.number, rank, name=self.where)
+        self.signal(self.signal_number, rank, name=self.where)
 
 
 class WhileCompiling(WhileStarting):
@@ -117,13 +117,13 @@ class WhileCompiling(WhileStarting):
 class FreezeWhileStarting(WhileStarting):
     """The last rank is killed, and its new process is frozen before it joins the job."""
 
-    number = signal.SIGSTOP
+    signal_number = signal.SIGSTOP
 
 
 class FreezeWhileCompiling(WhileCompiling):
     """Like `FreezeWhileStarting`, but the process is frozen when training starts and compiles."""
 
-    number = signal.SIGSTOP
+    signal_number = signal.SIGSTOP
 
 
 class DiskFull(Fault):

@@ -19,6 +19,8 @@ class Layout:
         rows: Boolean, whether embedding tables are sharded by rows (`vocab_emb_dp=False`).
         sequence: Boolean, whether the residual stream is sharded (`sequence_parallel=True`).
         level, partition: Level and partition of `optimizer_shard`. The threshold is 1 KB.
+        reduces: Boolean, whether gradients are reduced in every micro-batch
+            (`gradient_accumulation_shard=True`).
         experts: Number of shards of the experts, at most `data`.
         recompute: Boolean, whether blocks are recomputed in the backward pass.
         policy: Keras dtype policy.
@@ -35,6 +37,7 @@ class Layout:
     sequence: bool = False
     level: int = 0
     partition: str = "flat"
+    reduces: bool = False
     stages: int = 1
     micro_batches: int = 1
     schedule: str = "1f1b"
@@ -59,6 +62,7 @@ class Layout:
         options = "+rows" * self.rows + "+sp" * self.sequence
         options += f"+{self.mode}" * (self.mode != "auto")
         options += f"+{_PARTITIONS[self.partition]}{self.level}" * (self.level > 0)
+        options += "+reduce" * self.reduces
         options += "+recompute" * self.recompute + _POLICIES[self.policy]
         options += "+gpu" * self.as_on_gpus
         return f"{parts or 'alone'}@{self.ranks}x{self.devices}{options}"
@@ -81,6 +85,7 @@ class Layout:
             sequence_parallel=self.sequence,
             optimizer_shard=self.level,
             optimizer_shard_partition=self.partition,
+            gradient_accumulation_shard=self.reduces,
             parallel_optimizer_threshold=1,
             pipeline_stage=self.stages,
             micro_batch_num=self.micro_batches,
@@ -121,7 +126,7 @@ _NAME = re.compile(
     r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|zb_h1|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
     r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<mode>ulysses_ring|ulysses|all_gather|ring))?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
-    r"(?P<recompute>\+recompute)?(?P<policy>\+bf16|\+fp16)?(?P<as_on_gpus>\+gpu)?"
+    r"(?P<reduces>\+reduce)?(?P<recompute>\+recompute)?(?P<policy>\+bf16|\+fp16)?(?P<as_on_gpus>\+gpu)?"
 )
 
 
@@ -134,7 +139,8 @@ def parse_layout(name):
     return Layout(**{k: int(v) if v.isdigit() else _WORDS.get(v, v) for k, v in fields.items()})
 
 
-_WORDS = {"+rows": True, "+sp": True, "+recompute": True, "+gpu": True, "shard": "flat"}
+_WORDS = dict.fromkeys(("+rows", "+sp", "+reduce", "+recompute", "+gpu"), True)
+_WORDS["shard"] = "flat"
 _WORDS |= {word: policy for policy, word in _POLICIES.items()}
 
 # Columns: data, model, ranks, devices per rank.

@@ -28,6 +28,7 @@ NAMES = (
     dtransformer.local_rank,
     dtransformer.parallel_config,
     dtransformer.rank,
+    dtransformer.recompute,
     dtransformer.row_multiple,
     dtransformer.set_parallel_config,
     dtransformer.set_seed,
@@ -134,6 +135,7 @@ NAMES = (
     planner.get_model,
     planner.plan,
     trainers.ModelCheckpoint,
+    trainers.SpikeGuard,
     trainers.Trainer,
 )
 

@@ -53,9 +53,9 @@ def test_sample_of_cells_matches_dry_runs(task, technique, script):
 
 def test_incompatible_pairs_on_the_page_are_rejected(script):
     text = script.PAGE.read_text("utf-8")
-    for first, second in (("Sequence", "Context"), ("Pipeline", "ZeRO 3")):
-        assert f"- **{first} with {second}.** {script.refusal('chat', first, second)}\n" in text
-    assert script.refusal("chat", "Tensor", "Pipeline") is None
+    assert f"- **Sequence with Context.** {script.refusal('chat', 'Sequence', 'Context')}\n" in text
+    for second in ("Tensor", "ZeRO 3"):
+        assert script.refusal("chat", "Pipeline", second) is None
 
 
 @pytest.mark.long

@@ -22,8 +22,11 @@ def _common_name(path):
     """Return the common name of a weight from its path."""
     _, *places, weight = path.split("/")
     if weight == "table":
-        ours = {"source_positions": "encoder/positions", "target_positions": "decoder/positions"}
-        return ours.get(places[0], "table")
+        common_names = {
+            "source_positions": "encoder/positions",
+            "target_positions": "decoder/positions",
+        }
+        return common_names.get(places[0], "table")
     if places[0] == "head":
         return "bias"
     _, stack, block, sublayer = places

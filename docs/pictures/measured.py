@@ -34,7 +34,7 @@ def read_table(page, first_header):
 
 def numbers(text):
     """Return the numbers of a text, such as `[20.0, 63.0]` for "20–63"."""
-    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
+    return [float(digits) for digits in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
 def h200():

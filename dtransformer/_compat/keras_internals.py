@@ -1,6 +1,7 @@
 """Private names of Keras."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import re
@@ -13,9 +14,11 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec as compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.name_scope import current_path as current_path
+from keras.src.backend.common.remat import RematMode
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
-from keras.src.backend.common.variables import AutocastScope
+from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
+from keras.src.backend.tensorflow import core
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import (
@@ -216,6 +219,84 @@ def compile_options(model: keras.Model) -> dict:
     Unnecessary if `get_compile_config` returned the objects instead of their configs.
     """
     return model._compile_config.config if model.compiled else {}
+
+
+def replace_moments(layer: keras.layers.BatchNormalization, moments: Callable) -> None:
+    """Replace the mean and variance that a `BatchNormalization` computes in training.
+
+    Keras reduces them over `tf.distribute` replicas, and only without a mask. Unnecessary if the
+    layer took a function for its moments.
+
+    Args:
+        layer: The layer.
+        moments: Function `(layer, local_moments, inputs, mask)` that returns the mean and the
+            variance. `local_moments(inputs, mask)` returns Keras' result without synchronization.
+    """
+
+    def local_moments(inputs, mask):
+        with patched(layer, synchronized=False):
+            return type(layer)._moments(layer, inputs, mask)
+
+    object.__setattr__(layer, "_moments", functools.partial(moments, layer, local_moments))
+
+
+def replace_remat(remat: Callable) -> None:
+    """Let `keras.remat` and `keras.RematScope` use another function than `tf.recompute_grad`.
+
+    The original draws other dropout masks in the backward pass, fails for inner layers in graphs,
+    and loses the gradients of weights that are tensors. Unnecessary if it had none of these faults.
+
+    Args:
+        remat: Function from a function, such as a layer's bound method `call`, to a function with
+            the same arguments.
+    """
+    core.remat = remat
+
+
+def set_remat(layer: keras.layers.Layer, enabled: bool) -> None:
+    """Apply `keras.remat` to a layer's calls, or stop applying it.
+
+    Unnecessary if a layer could enter a `keras.RematScope` after its construction.
+    """
+    layer._remat_mode = RematMode("full", 0, []) if enabled else None
+
+
+def get_remat_mode(layer: keras.layers.Layer):
+    """Return the `RematMode` of a layer in a `keras.RematScope`, or `None`. See `set_remat`."""
+    return layer._remat_mode
+
+
+def is_training_call() -> bool:
+    """Return whether the current call of a Keras layer has `training=True`.
+
+    Unnecessary if every layer received `training`.
+    """
+    context = global_state.get_global_attribute("current_call_ctx")
+    return context is not None and bool(context.get_value("training"))
+
+
+def capture_call_state() -> Callable[[], contextlib.AbstractContextManager]:
+    """Return a function whose context managers restore the state of the current Keras call.
+
+    The state is the value of `training` that inner layers receive and the autocast dtype. A
+    backward pass computes a layer outside of Keras' call. Unnecessary if both were arguments.
+    """
+    name = "current_call_ctx"
+    context = copy.copy(global_state.get_global_attribute(name))
+    scope = get_autocast_scope()
+
+    @contextlib.contextmanager
+    def restored():
+        previous = global_state.get_global_attribute(name)
+        # Inner layers change the context.
+        global_state.set_global_attribute(name, copy.copy(context))
+        try:
+            with AutocastScope(scope and scope.dtype):
+                yield
+        finally:
+            global_state.set_global_attribute(name, previous)
+
+    return restored
 
 
 def may_add_losses(layer: keras.layers.Layer) -> bool:

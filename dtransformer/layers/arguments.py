@@ -87,6 +87,7 @@ def _copy_adapters(adapters):
 
 # Key in a config -> attribute of the layer, conversion to the config, conversion from the config.
 _SETTINGS = {
+    "recomputes_call": ("recomputes_call", bool, bool),
     "rules": ("_sharding_rules", dict, dict),
     "low_rank": ("low_rank", _copy_adapters, _copy_adapters),
     "origin": ("origin", list, tuple),

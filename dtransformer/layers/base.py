@@ -35,11 +35,12 @@ class Layer(SettingsMixin, LowRankMixin):
     for a single layer. An unseeded random initializer receives a seed that depends only on the
     job's seed and the weight's path.
 
-    The backward pass computes the layer again if `is_recomputed` is `True`. See `parallel.recompute`.
+    The backward pass computes the layer again after `recompute`, or if `is_recomputed` is `True`
+    because the config of its block selects it. See `parallel.recompute`.
     """
 
     _sharding_rules = {}
-    # See `parallel.recompute`.
+    recomputes_call = False  # Set by `recompute`.
     is_recomputed = False
     # Index of the layer's pipeline stage or, with several model chunks per stage, of its chunk. -1
     # is the last. `None` allows every stage to compute the layer.
@@ -100,6 +101,17 @@ class Layer(SettingsMixin, LowRankMixin):
             if isinstance(layer, Layer):
                 layer._sharding_rules = {**layer._sharding_rules, **rules}
         return self
+
+    def recompute(self, enabled: bool = True) -> None:
+        """Let training compute the layer again in the backward pass.
+
+        Only the inputs of the layer are stored. Call it before the first step.
+
+        Args:
+            enabled: Boolean. `False` stores all activations again. Defaults to `True`.
+        """
+        self.recomputes_call = bool(enabled)
+        _compat.set_remat(self, enabled)
 
     def __call__(self, *args, **kwargs):
         if "mask" in kwargs and "mask" not in (names := inspect.signature(self.call).parameters):

@@ -83,8 +83,11 @@ class TransformerBlock(StreamLayer):
         self.is_recomputed = config.recompute
         for layer in _compat.flat_layers(self, include_self=False):
             names = [name for name, kind in _SUBLAYERS.items() if isinstance(layer, kind)]
-            is_selected = any(name in config.select for name in names)
-            layer.is_recomputed = is_selected and not config.recompute
+            is_selected = not config.recompute and any(name in config.select for name in names)
+            if names and is_selected != layer.is_recomputed:
+                layer.is_recomputed = is_selected
+                if "attention" not in names:  # Attention computes only its scores again.
+                    _compat.set_remat(layer, is_selected)
 
     def run_block(
         self, function: Callable, inputs: list[tf.Tensor], masks: list, training: bool

@@ -1,6 +1,5 @@
 """Feed-forward layer of a Transformer block."""
 
-import functools
 from collections.abc import Callable
 
 import keras
@@ -18,7 +17,6 @@ from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import StreamLayer, check_divisible, check_rate, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.parallel.ops.feature_reductions import add_bias
-from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 
@@ -140,12 +138,6 @@ class FeedForward(StreamLayer):
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         check_floating("inputs", inputs)
-        compute = functools.partial(self._compute, training=training)
-        if self.is_recomputed and training:
-            return recomputed(compute, [inputs], self.variables)
-        return compute(inputs)
-
-    def _compute(self, inputs, training):
         # [batch, length, embed] -> [batch, length, mlp]
         kernels = [self.mapping_kernel, self.gate_kernel] if self.gated else [self.mapping_kernel]
         x, *gate = column_parallel(inputs, kernels, ("mlp",))

@@ -17,7 +17,6 @@ from dtransformer.parallel.expert_parallel.dispatch import apply_experts
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
-from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tracing.auxiliary_metrics import report
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -116,15 +115,6 @@ class MoE(FeedForward):
         drops: bool = True,
     ) -> tf.Tensor:
         check_floating("inputs", inputs)
-
-        def compute(x):
-            return self._compute(x, mask, training, drops)
-
-        if self.is_recomputed and training:
-            return recomputed(compute, [inputs], self.variables, add_loss=self.add_loss)
-        return compute(inputs)
-
-    def _compute(self, inputs, mask, training, drops):
         is_flat = inputs.shape.rank == 2
         if is_flat:
             mask = None if mask is None else mask[None]

@@ -9,7 +9,6 @@ from dtransformer import _compat
 from dtransformer.layers.base import StreamLayer, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.feature_reductions import mean_over_features, sum_to_features
-from dtransformer.parallel.recompute.recompute import recomputed
 
 
 class _Norm(StreamLayer):
@@ -38,12 +37,7 @@ class _Norm(StreamLayer):
         )
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        def compute(x):
-            return tf.cast(self.normalize(tf.cast(x, self.compute_type)), self.compute_dtype)
-
-        return (
-            recomputed(compute, [inputs], self.variables) if self.is_recomputed else compute(inputs)
-        )
+        return tf.cast(self.normalize(tf.cast(inputs, self.compute_type)), self.compute_dtype)
 
     def normalize(self, x):
         raise NotImplementedError

@@ -11,6 +11,7 @@ import socket
 
 import tensorflow as tf
 
+import dtransformer.parallel.recompute.recompute  # noqa: F401 (replaces Keras' recompute)
 from dtransformer import _compat
 from dtransformer.errors import InputError, check_int, short_repr
 from dtransformer.parallel.config import validators

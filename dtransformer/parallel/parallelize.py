@@ -5,6 +5,7 @@ expert
    parallelism), then over the data-parallel group (zero).
 2. Build a layer: only on its pipeline stage. Other stages keep its shapes.
 3. Call a layer: only on its stage. Other stages get placeholders or received tensors.
+   Run the layer again in the backward pass if configured (recompute).
 4. Call a block: all-gather its weights one block ahead (zero). Otherwise trace equal blocks once
    (`shared_blocks`). Run it again in the backward pass if configured (recompute).
 5. Within a block, `tensor_parallel`, `context_parallel` and `expert_parallel` compute products,
@@ -21,7 +22,10 @@ import tensorflow as tf
 from dtransformer.parallel.ops.split_backward import is_splitting_backward
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatched
 from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_stage
-from dtransformer.parallel.recompute.recompute import recomputed, sum_gradients_first
+from dtransformer.parallel.recompute.recompute import (
+    recomputed,
+    sum_gradients_first,
+)
 from dtransformer.parallel.zero import units
 from dtransformer.parallel.zero.units import is_unit, start_unit
 

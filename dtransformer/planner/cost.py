@@ -105,7 +105,9 @@ def build_cost(
         memory_bytes=sum(needed.values()),
         bytes_by_kind=needed,
         available_bytes=int(cluster.memory_bytes),
-        num_techniques=int(layouts.techniques[index] - layouts.level[index]),
+        num_techniques=int(
+            layouts.techniques[index] - layouts.level[index] - layouts.reduces[index]
+        ),
     )
 
 

@@ -21,7 +21,15 @@ MIXED_ADAM_BYTES = 12
 NCCL_BYTES = 32 * 2 * (4 << 20)
 
 
-def state_bytes(parameters, replicas, level, weights=2, gradients=2, states=MIXED_ADAM_BYTES):
+def state_bytes(
+    parameters,
+    replicas,
+    level,
+    weights=2,
+    gradients=2,
+    states=MIXED_ADAM_BYTES,
+    accumulates_full=False,
+):
     """Return the bytes of weights, gradients and optimizer states on a rank.
 
     Args:
@@ -30,6 +38,8 @@ def state_bytes(parameters, replicas, level, weights=2, gradients=2, states=MIXE
         level: ZeRO level. 0 shards nothing, 1 shards the states, 2 also the gradients, 3 also
             the weights.
         weights, gradients, states: Unsharded bytes of each per parameter.
+        accumulates_full: Boolean, whether full gradients of several micro-batches are accumulated
+            and only their sum is sharded.
 
     Returns:
         A `(weights, gradients, states)` tuple of bytes.
@@ -43,7 +53,8 @@ def state_bytes(parameters, replicas, level, weights=2, gradients=2, states=MIXE
     16.6
     1.9
     """
-    shared = [np.where(np.asarray(level) >= first, replicas, 1) for first in (3, 2, 1)]
+    first_levels = 3, np.where(accumulates_full, 3, 2), 1
+    shared = [np.where(np.asarray(level) >= first, replicas, 1) for first in first_levels]
     return tuple(
         parameters * size / count for size, count in zip((weights, gradients, states), shared)
     )

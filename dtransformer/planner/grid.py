@@ -128,7 +128,8 @@ def _context_obstacle(model, config, t, c):
 def _expand_degrees(model, allowed, levels, *, t, p, c, e, data, batch, local):
     """Return the layouts for fixed degrees, or `None` if there are no valid options.
 
-    Options are micro-batches, chunks, schedules, recomputation, levels and sequence sharding.
+    Options are micro-batches, chunks, schedules, recomputation, levels, reductions per micro-batch
+    and sequence sharding.
     """
     rows = []
     micro_batch_counts = [m for m in divisors(batch) if m >= p]
@@ -146,16 +147,23 @@ def _expand_degrees(model, allowed, levels, *, t, p, c, e, data, batch, local):
             rows += itertools.product(allowed("micro_batches", counts), [v], [schedule_index])
     recomputes = allowed("recompute", range(len(RECOMPUTES)))
     sequences = allowed("sequence", [0, 1] if t > 1 else [0])
-    variants = list(itertools.product(recomputes, levels, sequences))
+    variants = list(itertools.product(recomputes, levels, allowed("reduces", [0, 1]), sequences))
     if not rows or not variants:
         return None
     m, v, schedule = np.repeat(np.array(rows), len(variants), axis=0).T
-    recompute, level, sequence = np.tile(np.array(variants), (len(rows), 1)).T
-    return Layouts.from_columns(
+    recompute, level, reduces, sequence = np.tile(np.array(variants), (len(rows), 1)).T
+    layouts = Layouts.from_columns(
         model=t, stage=p, context=c, expert=e, data=data, micro_batch=batch // m, micro_batches=m,
-        chunks=v, schedule=schedule, recompute=recompute, level=level, sequence=sequence,
-        rows=allowed("rows", [1]) or 0, local=local,
+        chunks=v, schedule=schedule, recompute=recompute, level=level, reduces=reduces,
+        sequence=sequence, rows=allowed("rows", [1]) or 0, local=local,
     )  # fmt: skip
+    if len(allowed("reduces", [0, 1])) == 1:
+        return layouts
+    # Level 3 always accumulates shards. Without reductions per micro-batch, level 2 equals level 1.
+    may_reduce = (layouts.level == 2) & (layouts.micro_batches > 1)
+    is_full = layouts.reduces == 0
+    is_level_1 = may_reduce & is_full & (1 in levels)
+    return layouts[(is_full | may_reduce) & ~is_level_1]
 
 
 def _fixed_columns(job):
@@ -188,7 +196,7 @@ def _is_supported(layouts, other_fields, local_devices):
     of each combination is checked.
     """
     max_degrees = {"model": 2, "stage": 2, "context": 2, "expert": 2, "chunks": 3}
-    max_degrees |= dict.fromkeys(("schedule", "recompute", "level", "sequence"), 7)
+    max_degrees |= dict.fromkeys(("schedule", "recompute", "level", "reduces", "sequence"), 7)
     columns = [np.minimum(getattr(layouts, name), size) for name, size in max_degrees.items()]
     key = np.ravel_multi_index(columns, [size + 1 for size in max_degrees.values()])
     _, first_indices, inverse = np.unique(key, return_index=True, return_inverse=True)

@@ -60,16 +60,18 @@ class System:
     sum_bytes: int | None = None
     copies_weights: bool = False
 
-    def bytes_per_parameter(self, level, is_on_mesh):
+    def bytes_per_parameter(self, level, is_on_mesh, accumulates_full=False):
         """Return unsharded bytes per parameter, as a `(weights, gradients, states)` tuple.
 
         Args:
             level: Integer from 0 to 3, or an array of them.
             is_on_mesh: Boolean or array of booleans, whether operations are sharded.
+            accumulates_full: See `formulas.state_bytes`.
         """
         level = np.asarray(level)
         copies = self.copies_weights & ((level == 1) | (level == 2)) & ~np.asarray(is_on_mesh)
-        gradients = np.where(copies & (level == 1), 2, self.gradient_bytes)
+        # Shards of gradients are float32. Full gradients have the type of the copy.
+        gradients = np.where(copies & ((level == 1) | accumulates_full), 2, self.gradient_bytes)
         states = self.state_bytes + np.where(copies, self.weight_bytes, 0)
         return np.where(copies, 2, self.weight_bytes), gradients, states
 

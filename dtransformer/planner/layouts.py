@@ -20,7 +20,8 @@ COLUMNS = {
     "data_parallel": "data", "model_parallel": "model", "pipeline_stage": "stage",
     "context_parallel": "context", "expert_parallel": "expert", "micro_batch_num": "micro_batches",
     "pipeline_chunks": "chunks", "pipeline_schedule": "schedule", "recompute": "recompute",
-    "optimizer_shard": "level", "sequence_parallel": "sequence", "vocab_emb_dp": "rows",
+    "optimizer_shard": "level", "gradient_accumulation_shard": "reduces",
+    "sequence_parallel": "sequence", "vocab_emb_dp": "rows",
 }  # fmt: skip
 
 
@@ -36,6 +37,7 @@ class Layouts:
         schedule: Index into `SCHEDULE_NAMES`.
         recompute: Index into `RECOMPUTES`.
         level: Value of `optimizer_shard`.
+        reduces: 1 if each micro-batch reduces its gradients at level 2 and ranks accumulate shards.
         sequence: 1 if the residual stream is sharded over the model axis.
         rows: 1 if embedding tables are sharded over the model axis.
         local: Number of devices per rank.
@@ -52,6 +54,7 @@ class Layouts:
     schedule: np.ndarray
     recompute: np.ndarray
     level: np.ndarray
+    reduces: np.ndarray
     sequence: np.ndarray
     rows: np.ndarray
     local: np.ndarray
@@ -60,12 +63,12 @@ class Layouts:
     def from_columns(cls, **columns) -> "Layouts":
         """Build layouts from columns. Scalars apply to every layout.
 
-        Missing columns get their minimum: 0 for `recompute`, `level`, `sequence` and `schedule`,
-        and 1 for all others.
+        Missing columns get their minimum: 0 for `recompute`, `level`, `reduces`, `sequence` and
+        `schedule`, and 1 for all others.
         """
         arrays = {name: np.atleast_1d(np.asarray(value)) for name, value in columns.items()}
         count = max(map(len, arrays.values()))
-        minimums = {"recompute": 0, "level": 0, "sequence": 0, "schedule": 0}
+        minimums = dict.fromkeys(("recompute", "level", "reduces", "sequence", "schedule"), 0)
         return cls(
             **{
                 name: np.broadcast_to(arrays.get(name, minimums.get(name, 1)), count).astype(int)
@@ -123,6 +126,11 @@ class Layouts:
         return np.where(spans, self.data * self.context, self.data // self.mesh_data)
 
     @property
+    def accumulates_full(self):
+        """True for layouts whose ranks accumulate full gradients over several micro-batches."""
+        return (self.level < 3) & (self.reduces == 0) & (self.micro_batches > 1)
+
+    @property
     def shards_experts(self):
         """True for layouts that shard experts or their features, which need expert buffers."""
         return (self.model > 1) | (self.expert > 1)
@@ -132,7 +140,7 @@ class Layouts:
         """Number of techniques per layout. Fewer are simpler, which decides between equal times."""
         used = [self.model > 1, self.stage > 1, self.context > 1, self.expert > 1, self.chunks > 1]
         used += [self.schedule > 0, self.recompute > 0, self.recompute > 1, self.sequence > 0]
-        return sum(flag.astype(int) for flag in used) + self.level
+        return sum(flag.astype(int) for flag in used) + self.level + self.reduces
 
     def config(self, index: int, fixed: dict | None = None) -> TransformerOpParallelConfig:
         """Return a layout as a config for training.
@@ -146,6 +154,7 @@ class Layouts:
         fields = {name: columns[column] for name, column in COLUMNS.items()} | {
             "pipeline_schedule": SCHEDULE_NAMES[columns["schedule"]],
             "recompute": recomputes[columns["recompute"]],
+            "gradient_accumulation_shard": bool(columns["reduces"]),
             "sequence_parallel": bool(columns["sequence"]),
             "vocab_emb_dp": not (columns["rows"] and columns["model"] > 1),
         }
@@ -167,7 +176,8 @@ class Layouts:
             chunks = f" of {columns['chunks']} chunks" if columns["chunks"] > 1 else ""
             parts.append(SCHEDULE_NAMES[columns["schedule"]] + chunks)
         if columns["level"]:
-            parts.append(f"optimizer_shard {columns['level']}")
+            reduces = ", reduced per micro-batch" if columns["reduces"] else ""
+            parts.append(f"optimizer_shard {columns['level']}{reduces}")
         if columns["recompute"]:
             parts.append(f"recompute {RECOMPUTES[columns['recompute']]}")
         return " · ".join(parts)

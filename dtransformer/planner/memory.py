@@ -138,7 +138,10 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
     s = model.sequence_length / layouts.context
     num_shards = layouts.sharing
     parameters = stage_parameters(model, layouts, stage)
-    weights, gradients, states = system.bytes_per_parameter(layouts.level, layouts.is_on_mesh)
+    accumulates = layouts.accumulates_full
+    weights, gradients, states = system.bytes_per_parameter(
+        layouts.level, layouts.is_on_mesh, accumulates
+    )
     # Fewer ranks share an expert under expert parallelism.
     expert_parallel = np.where(layouts.level >= 3, layouts.expert, 1)
     trained = stage_parameters(model, layouts, stage, is_trained=True)
@@ -151,9 +154,9 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
     ):
         expert_parameters = stage_expert_parameters(model, layouts, stage, is_trained)
         dense_parameters = (trained if is_trained else parameters) - expert_parameters
-        dense = state_bytes(dense_parameters, num_shards, layouts.level, *sizes)
+        dense = state_bytes(dense_parameters, num_shards, layouts.level, *sizes, accumulates)
         expert_shards = num_shards / expert_parallel
-        experts = state_bytes(expert_parameters, expert_shards, layouts.level, *sizes)
+        experts = state_bytes(expert_parameters, expert_shards, layouts.level, *sizes, accumulates)
         for kind, x, y in zip(totals, dense, experts):
             totals[kind] = totals[kind] + x + y
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))

@@ -74,8 +74,8 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
     >>> from dtransformer.planner.clusters import get_device
     >>> from dtransformer.planner.models import get_model
     >>> result = plan(get_model("llama2_7b"), Cluster(get_device("h100"), 8), Job(global_batch=64))
-    >>> result.fits, result.best.config.data_parallel * result.best.config.model_parallel
-    (True, 8)
+    >>> result.fits, result.best.config.data_parallel, result.best.config.pipeline_stage
+    (True, 4, 2)
     """
     job = job.on(cluster.device)
     layouts = enumerate_layouts(model, cluster, job)
@@ -174,7 +174,7 @@ def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, current: Layo
     fitting = layouts[fits]
     # The size and the number of micro-batches depend on each other, so they count as one change.
     names = ("model", "stage", "context", "expert", "chunks", "schedule", "recompute", "level")
-    names += ("sequence", "micro_batches")
+    names += ("reduces", "sequence", "micro_batches")
     changed = sum((getattr(fitting, name) != getattr(current, name)).astype(int) for name in names)
     best = np.lexsort((time.total[fits], changed))[0]
     return f"The cheapest change: {fitting.describe(best)}, {time.total[fits][best]:,.3g} s/step."

@@ -285,12 +285,16 @@ def _reduction_seconds(model, cluster, layouts, system, columns, sum_bytes):
     dense, experts = worst_stage_costs(model, layouts, count_parameters).values()
     groups = device_groups(layouts)
     all_reduce = functools.partial(collective_seconds, cluster, "all-reduce")
-    seconds = all_reduce((dense + experts) * system.sent_gradient_bytes, groups["replicas"])
+    num_bytes = (dense + experts) * system.sent_gradient_bytes
+    # Reductions per step. New weights are all-gathered once.
+    count = np.where(layouts.reduces > 0, layouts.micro_batches, 1)
+    scatter = collective_seconds(cluster, "reduce-scatter", num_bytes, groups["replicas"])
+    seconds = all_reduce(num_bytes, groups["replicas"]) + (count - 1) * scatter
     may_hide = system.hides_on_mesh | (~layouts.is_on_mesh & (layouts.stage == 1))
-    # The last micro-batch's backward pass is two thirds of a micro-batch.
+    # The backward pass is two thirds of a micro-batch.
     overlap = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
-    seconds = seconds - np.where(may_hide, share * np.minimum(seconds, overlap), 0.0)
+    seconds = seconds - np.where(may_hide, share * np.minimum(seconds, count * overlap), 0.0)
     # A mesh reduces its gradients in every micro-batch.
     mesh_seconds = all_reduce(dense * sum_bytes, groups["mesh"])
     expert_group = groups["mesh"].every(layouts.expert)

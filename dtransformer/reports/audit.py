@@ -223,9 +223,24 @@ def _process_group(operation):
     return groups[0]
 
 
+def _needed_operations(graph):
+    """Return the set of operations that a function's results need. TensorFlow skips the others."""
+    pending = [x.op for x in graph.outputs] + list(graph.control_outputs)
+    needed = set()
+    while pending:
+        operation = pending.pop()
+        if operation not in needed:
+            needed.add(operation)
+            pending += [x.op for x in operation.inputs] + list(operation.control_inputs)
+    return needed
+
+
 def _iterate_operations(graph):
-    """Yield all operations of a graph, and of called functions once per call."""
+    """Yield the operations that run in a graph, and in called functions once per call."""
+    runs = _needed_operations(graph)
     for operation in graph.get_operations():
+        if operation not in runs:
+            continue
         yield operation
         for attribute in operation.node_def.attr.values():
             if attribute.HasField("func"):

@@ -95,7 +95,6 @@ def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1)
         A `MemoryReport`.
     """
     plan = update.partition
-    level = update.partition.level
     trained = network.trainable_variables
     sharded_weights = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
     master_weights = [w for w in trained if isinstance(w, MasterShardedVariable)]
@@ -114,7 +113,7 @@ def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1)
         planned_weights += _weight_bytes(row, kind)
         if isinstance(kind, MasterShardedVariable):
             planned_states += row.updated_elements(plan.index) * row.item_bytes
-        if level >= 2:
+        if update.stores_sums or isinstance(kind, FullyShardedVariable):
             planned_gradients += row.shard_elements(plan.index) * row.item_bytes
         else:
             planned_gradients += row.num_elements * _item_bytes(row, kind)

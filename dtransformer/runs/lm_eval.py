@@ -5,7 +5,8 @@
 
     lm_eval.simple_evaluate(model=harness_model("runs/mine"), tasks=["lambada_openai"])
 
-The package `lm_eval` is imported when a model is created.
+On several ranks all of them run the same program. Each rank computes a part of the requests, and
+every rank receives all results. The package `lm_eval` is imported when a model is created.
 
 Reference: Gao et al., 2024, "The language model evaluation harness", Zenodo 12608602.
 """
@@ -23,6 +24,7 @@ from dtransformer.errors import InputError, check_installed
 from dtransformer.layers.preference import SequenceLogProbability
 from dtransformer.models import TextGenerator
 from dtransformer.models.generation.text_generator import ids_to_lists
+from dtransformer.parallel.collectives.objects import on_all
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.loading import opened
 
@@ -33,7 +35,10 @@ _SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")  # sampling options of req
 
 
 class _HarnessMethods:
-    """The three methods of `lm_eval.api.model.LM` for a network and its tokenizer on one device."""
+    """The three methods of `lm_eval.api.model.LM` for a network and its tokenizer.
+
+    Data ranks divide the requests, so all ranks must call the methods with the same requests.
+    """
 
     def __init__(self, network, tokenizer, batch_size, max_length):
         super().__init__()
@@ -50,13 +55,21 @@ class _HarnessMethods:
         log p is the log probability of the continuation. `is_greedy` is true if each of its tokens is
         the most probable next token.
         """
-        return self._score([self._pair(*request.args) for request in requests])
+
+        def compute(local_requests):
+            return self._score([self._pair(*request.args) for request in local_requests])
+
+        # The exchange between ranks turns tuples into lists.
+        return [(total, is_greedy) for total, is_greedy in _divide(compute, requests)]
 
     def loglikelihood_rolling(self, requests: Sequence) -> list[float]:
         """Return the log probability of each text.
 
         Long texts are scored in windows of `max_length` tokens. Each token counts once.
         """
+        return _divide(self._score_windows, requests)
+
+    def _score_windows(self, requests):
         rows = []
         owners = []
         for owner, request in enumerate(requests):
@@ -77,6 +90,9 @@ class _HarnessMethods:
 
         Long contexts are truncated from the left, so that the new tokens fit into `max_length`.
         """
+        return _divide(self._generate, requests)
+
+    def _generate(self, requests):
         texts = []
         for context, options in (request.args for request in requests):
             max_new_tokens = options.get("max_gen_toks", options.get("max_new_tokens", 256))
@@ -147,6 +163,21 @@ class _HarnessMethods:
         return self._sums(logits, labels), tf.reduce_all((likeliest == labels) | (labels < 0), 1)
 
 
+def _divide(compute, requests):
+    """Return the results of all requests, of which each rank computes an equal part.
+
+    Args:
+        compute: Function from a list of requests to a list of results.
+        requests: List of requests, identical on all ranks.
+    """
+    size = job.size()
+    parts = on_all(lambda: compute(requests[job.rank() :: size]), "lm_eval")
+    results = [None] * len(requests)
+    for rank, part in enumerate(parts):
+        results[rank::size] = part
+    return results
+
+
 def harness_model(
     folder: str | os.PathLike,
     precision: str = "float32",
@@ -167,12 +198,15 @@ def harness_model(
             to 2,048 without learned positions. Larger values are reduced to this default.
 
     Raises:
-        InputError: If `lm_eval` is not installed, the job has several ranks or a mesh, or the folder
-            is unusable.
+        InputError: If `lm_eval` is not installed, the layout has other ranks than data ranks, or the
+            folder is unusable.
     """
     check_installed("lm_eval", "Evaluations with the harness")
-    if job.size() > 1 or job.mesh() is not None:
-        raise InputError("The harness runs on one device. Start one process without a layout.")
+    if job.mesh() is not None or job.data_shard()[1] != job.size():
+        raise InputError(
+            "The harness runs on data ranks with one device each, but the layout divides the network. "
+            "Remove all degrees except `data_parallel`."
+        )
     base = importlib.import_module("lm_eval.api.model").LM
     tokenizer, network = opened(folder, precision)
     default_length = network.arguments.get("max_length") or 2048

@@ -7,10 +7,10 @@ import dataclasses
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.runs.nested_options import make_list
+from dtransformer.runs.nested_options import make_dataclass, make_list
 from dtransformer.runs.network_options import NetworkOptions, TranslationModel
 from dtransformer.runs.value_types import (
     Count,
@@ -132,6 +132,19 @@ class TokenizerOptions:
 
 
 @run_options
+class GuardOptions:
+    """Steps to skip because their gradient norm is unusual."""
+
+    skip_spikes: Annotated[float, Field(gt=1)] = 8.0  # Skip norms above this multiple of the median
+    stop_after: Count = 5  # Stop after this number of skipped steps in a row
+
+
+Guard = Annotated[
+    pydantic.InstanceOf[GuardOptions] | None, BeforeValidator(make_dataclass(GuardOptions))
+]
+
+
+@run_options
 class GroupOptions:
     """Weights with a different learning rate or weight decay."""
 
@@ -166,6 +179,7 @@ class OptimizerOptions:
     z_loss: Rate = 0.0  # Factor on logsumexp² of the logits in the loss, such as 1e-4
     chunk_tokens: Literal["auto"] | Count | None = "auto"  # Tokens per chunk of logits
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
+    guard: Guard = None  # {skip_spikes: 8.0, stop_after: 5}; null disables
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
 
 
@@ -244,6 +258,7 @@ class EmbeddingTraining(NetworkTraining):
     """Contrastive training of text vectors."""
 
     temperature: Positive = 0.05  # Divisor of similarities
+    matryoshka: list[Count] = dataclasses.field(default_factory=list)  # Train the first n features
 
 
 @run_options

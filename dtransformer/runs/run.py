@@ -57,7 +57,7 @@ from dtransformer.runs.stopped import explained
 from dtransformer.runs.tasks import make_task
 from dtransformer.runs.tasks.base import Task
 from dtransformer.runs.unread import check_read
-from dtransformer.trainers import ModelCheckpoint, Trainer
+from dtransformer.trainers import ModelCheckpoint, SpikeGuard, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, ProgressLog
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.callback import find_best
@@ -79,7 +79,7 @@ _FIXED_ON_RESUME = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
     *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
-    *("training.simpo_gamma", "training.reference_free"),
+    *("training.simpo_gamma", "training.reference_free", "training.matryoshka"),
     *("training.desirable_weight", "training.undesirable_weight"),
 )
 
@@ -222,12 +222,16 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
     trainer = Trainer(task.network)
     group_weights(task.network, task.config)
     optimizer = make_optimizer(task.config, total_steps)
+    guard = None
+    if options.guard is not None:
+        guard = SpikeGuard(options.guard.skip_spikes, options.guard.stop_after)
     with raise_as_input_error("training"):
         trainer.compile(
             optimizer,
             task.loss(),
             jit_compile=options.jit_compile,
             steps_per_execution=options.steps_per_execution,
+            guard=guard,
             **task.metrics(),
         )
     return trainer

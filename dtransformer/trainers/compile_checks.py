@@ -59,12 +59,13 @@ def check_launch():
         )
 
 
-def find_trained_batch_norm(network) -> keras.layers.Layer | None:
-    """Return the network's first trainable `BatchNormalization` layer, or `None`."""
-    for layer in _compat.flat_layers(network):
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            return layer
-    return None
+def find_trained_batch_norms(network) -> list[keras.layers.Layer]:
+    """Return the network's trainable `BatchNormalization` layers."""
+    return [
+        layer
+        for layer in _compat.flat_layers(network)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    ]
 
 
 # The trainer replaces these methods, so it would ignore an overriding network.
@@ -77,19 +78,34 @@ def check_network(network):
 
     Raises:
         ValueError: If the network overrides a step such as `train_step`, or if it has a trainable
-            BatchNormalization and the batch is divided over data shards.
+            BatchNormalization whose means would differ between data shards.
     """
-    layer = find_trained_batch_norm(network)
-    if job.data_shard()[1] > 1 and layer is not None:
-        raise ValueError(
-            f"The BatchNormalization {layer.name!r} would compute different means on each data "
-            "shard. Use LayerNormalization or GroupNormalization, or freeze it (trainable=False)."
-        )
+    num_shards = job.data_shard()[1]
+    if num_shards > 1:
+        _check_batch_norms(find_trained_batch_norms(network), num_shards)
     for name in _STEP_METHODS:
         if _defining_class(network, name) is not None:
             raise ValueError(
                 f"{type(network).__name__} overrides `{name}`, which the trainer does not call. "
                 "Move its computation to a loss, a metric or `add_loss`."
+            )
+
+
+def _check_batch_norms(layers, num_shards):
+    for layer in layers:
+        cause = None
+        if not layer.synchronized:
+            cause = "Pass `synchronized=True` to it"
+        elif job.mesh() is not None:
+            cause = (
+                f"`synchronized=True` does not reduce over {num_shards} replicas of a mesh. Set "
+                "`optimizer_shard=3`, which puts all data shards on one mesh"
+            )
+        if cause is not None:
+            raise ValueError(
+                f"The BatchNormalization {layer.name!r} would compute different means on each data "
+                f"shard. {cause}, freeze it (trainable=False), or use LayerNormalization or "
+                "GroupNormalization."
             )
 
 

@@ -9,6 +9,7 @@ from dtransformer.errors import check_int
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.trainers.objective import Objective, exclude_padding_classes
+from dtransformer.trainers.optimizer.guard import SpikeGuard
 from dtransformer.trainers.step_compiler import StepCompiler
 
 
@@ -23,6 +24,7 @@ class CompileOptions:
         compiler: The `StepCompiler`.
         log_every: Interval in steps between reading logs from the device.
         steps_per_execution: Maximum number of steps per call of the training function.
+        guard: `SpikeGuard`, or `None`.
     """
 
     objective: Objective | None = None
@@ -31,6 +33,7 @@ class CompileOptions:
     compiler: StepCompiler = dataclasses.field(default_factory=StepCompiler)
     log_every: int = 1
     steps_per_execution: int = 1
+    guard: SpikeGuard | None = None
 
 
 def resolve_optimizer(network, optimizer):

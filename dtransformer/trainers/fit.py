@@ -116,7 +116,10 @@ def run_fit(trainer, program, checkpoints, options, fit_index):
         with _fit_context(options.callbacks, order) as stopping:
             callbacks = keras.callbacks.CallbackList(
                 with_progress_log(
-                    prepare_callbacks([*options.callbacks, states, *stopping]), options.verbose
+                    prepare_callbacks(
+                        [*program.callbacks(), *options.callbacks, states, *stopping]
+                    ),
+                    options.verbose,
                 ),
                 add_history=True,
                 add_progbar=options.verbose != 0,

@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.initial_broadcast import initial_broadcast
+from dtransformer.parallel.keras_layers.batch_norm import synchronize_batch_norms
 from dtransformer.parallel.keras_layers.shard import shard_keras_layers
 from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
@@ -16,6 +17,7 @@ from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
 from dtransformer.trainers.objective import without_padding
+from dtransformer.trainers.optimizer.guard import StopOnSpikes
 from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.rank_agreement import check_same_training
@@ -118,6 +120,7 @@ class Program:
                 bucket_ids(self._network, weights),
                 self.compiler,
                 copied_weights(self._network),
+                self._options.guard,
             )
 
     def build_steps(self, first):
@@ -134,6 +137,7 @@ class Program:
             return self.runner
         # The build may have created layers that the first check could not find.
         compile_checks.check_network(self._network)
+        synchronize_batch_norms(self._network)
         self._states.find_metrics(self._network)
         check_same_training(self._network, self._options.optimizer)
         initial_broadcast(self._network.variables, [])
@@ -208,6 +212,11 @@ class Program:
             ordered += [member.name for member in members if member.name in names]
         return [*ordered, *sorted(names.difference(ordered))]
 
+    def callbacks(self):
+        """Return the callbacks that the options of `compile` add to a `fit`."""
+        guard = self._options.guard
+        return [] if guard is None else [StopOnSpikes(guard.stop_after)]
+
     def saved_metrics(self):
         """Return all metrics with states, in the order of checkpoints."""
         if self.metrics is None:
@@ -227,6 +236,7 @@ class Program:
             ],
             skipped_steps=self.optimizer_step.loss_scale.skipped_steps,
             metrics=self.saved_metrics(),
+            guard=self.optimizer_step.guard,
         )
 
     def resume_metrics(self, restored: Restored | None):

@@ -47,9 +47,23 @@ class RowSharding:
         """Number of different batches that the job computes in a step."""
         return 1 if self.is_global else job.data_shard()[1]
 
-    def local_rows(self, batch: object) -> object:
-        """Return this data shard's rows of nested tensors [b, ...]."""
-        return take_shard(batch, *job.data_shard()) if self.is_global else batch
+    def local_rows(self, batch: object, num_parts: int = 1) -> object:
+        """Return this data shard's rows of nested tensors [b, ...].
+
+        Args:
+            batch: Nested tensors.
+            num_parts: Integer. Number of contiguous parts of the batch. The result has the local
+                rows of each part, so that all data shards together compute one part after the
+                other. Defaults to `1`.
+        """
+        if not self.is_global:
+            return batch
+        parts = (take_shard(batch, i, num_parts) for i in range(num_parts))
+        local_parts = [take_shard(part, *job.data_shard()) for part in parts]
+        if num_parts == 1:
+            return local_parts[0]
+        with tf.device("CPU:0"):
+            return keras.tree.map_structure(concat_rows, *local_parts)
 
     def gather_rows(self, outputs: object) -> object:
         """Return the outputs of all rows, from nested outputs [local b, ...] of each data shard."""
@@ -78,3 +92,8 @@ def take_shard(batch: object, i: int | tf.Tensor, num_shards: int) -> object:
             return x[rows * i // num_shards : rows * (i + 1) // num_shards]
 
     return keras.tree.map_structure(take, batch)
+
+
+def concat_rows(*tensors: tf.Tensor | None) -> tf.Tensor | None:
+    """Return tensors [bᵢ, ...], concatenated to [Σ bᵢ, ...], or `None` if they are `None`."""
+    return None if tensors[0] is None else tf.concat(tensors, 0)

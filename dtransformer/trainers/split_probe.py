@@ -18,6 +18,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.errors import to_one_line
 from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_elsewhere, placed_layers
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing.added_losses import may_add_losses
@@ -90,7 +91,7 @@ def probe_split(network: keras.Model, objective, inputs, labels) -> tuple[dict, 
             continue
         (loss, states), *halves = trials
         half_losses = [half_loss for half_loss, _ in halves]
-        can_combine = _add_rules(states, halves, rules)
+        can_combine = _add_rules(states, halves, rules) or _is_synchronized(layer)
         if not can_combine or not _is_near(loss, sum(half_losses) / 2):
             differing.append(name)
         # A loss that is identical for all rows depends only on weights.
@@ -99,6 +100,12 @@ def probe_split(network: keras.Model, objective, inputs, labels) -> tuple[dict, 
     if has_custom_loss:
         differing += _probe_losses(objective, outputs, labels)
     return rules, differing, row_loss_layers
+
+
+def _is_synchronized(layer):
+    """Return whether a layer's states are identical on all ranks, because it reduces them."""
+    is_full_batch = get_parallel_config().micro_batch_num == 1
+    return is_full_batch and getattr(layer, "synchronized", False)
 
 
 def _add_rules(states, halves, rules):

@@ -1,5 +1,7 @@
 """A training step: count tokens, run forward and backward, reduce, clip, update, log."""
 
+from functools import partial
+
 import keras
 import tensorflow as tf
 
@@ -40,10 +42,14 @@ class Step:
         self.metrics = metrics
         self.expert_loads = ExpertLoads()
         self._forward_backward = engine.forward_backward
-        num_micro_batches = get_parallel_config().micro_batch_num
-        if num_micro_batches > 1 and not engine.takes_micro_batches:
+        self._num_micro_batches = get_parallel_config().micro_batch_num
+        reduce = optimizer_step.reduce_micro_batch
+        if engine.takes_micro_batches:
+            reduce_weights = None if reduce is None else reduce.reduce_weights
+            self._forward_backward = partial(engine.forward_backward, reduce=reduce_weights)
+        elif self._num_micro_batches > 1:
             self._forward_backward = accumulate_gradients(
-                engine.forward_backward, num_micro_batches, optimizer_step.reduce_micro_batch
+                engine.forward_backward, self._num_micro_batches, reduce
             )
         self._fingerprints = compiler.compile_part(fingerprint_table)
         self._reduce = compiler.compile_part(self._reduce_and_clip)
@@ -71,7 +77,7 @@ class Step:
             A dict of scalar tensors, the logs. With several data ranks `FINGERPRINTS` contains the
             ranks' batch fingerprints.
         """
-        local_batch = self._local_batch(batch, sharding)
+        local_batch = self._local_batch(batch, sharding, self._num_micro_batches)
         scalars = self._step_scalars(*local_batch)
         gradients, outputs, sums = self._forward_backward(*local_batch, scalars)
         metric_inputs = self._metric_inputs(local_batch, outputs)
@@ -91,9 +97,12 @@ class Step:
             sums[FINGERPRINTS] = self._fingerprints(batch, sharding.is_global)
         return self._test_logs(sums, counts, *self._metric_inputs(local_batch, outputs))
 
-    def _local_batch(self, batch, sharding):
-        """Return this rank's `(inputs, labels, sample_weight)`; probe the layers' states once."""
-        local_batch = keras.utils.unpack_x_y_sample_weight(sharding.local_rows(batch))
+    def _local_batch(self, batch, sharding, num_parts=1):
+        """Return this rank's `(inputs, labels, sample_weight)`; probe the layers' states once.
+
+        For `num_parts`, see `RowSharding.local_rows`.
+        """
+        local_batch = keras.utils.unpack_x_y_sample_weight(sharding.local_rows(batch, num_parts))
         if self._states.needs_probe:
             inputs, labels, _ = local_batch
             with tf.init_scope():
@@ -149,6 +158,10 @@ class Step:
             logs["loss_scale"] = result["loss_scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
             logs["skipped_in_a_row"] = tf.identity(loss_scale.skipped_in_a_row)
+        guard = self._optimizer_step.guard
+        if guard is not None:
+            logs["skipped_spikes"] = tf.identity(guard.num_skipped)
+            logs["spikes_in_a_row"] = tf.identity(guard.in_a_row)
         if any(name.startswith(EXPERTS) for name in totals):
             logs |= self.expert_loads.update(totals)
         logs |= self._other_logs(totals)

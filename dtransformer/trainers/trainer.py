@@ -34,6 +34,7 @@ from dtransformer.trainers.data import prepare_data
 from dtransformer.trainers.epoch_loop import chief_verbosity, evaluate
 from dtransformer.trainers.fit import FitOptions, run_fit
 from dtransformer.trainers.network_files import MODEL_SUFFIX, NetworkFiles
+from dtransformer.trainers.optimizer.guard import SpikeGuard
 from dtransformer.trainers.program import Program
 from dtransformer.trainers.reports import Reports
 from dtransformer.trainers.row_sharding import RowSharding
@@ -119,6 +120,7 @@ class Trainer(keras.Model):
         jit_compile: bool | str = "auto",
         auto_scale_loss: bool = True,
         log_every: int | None = None,
+        guard: SpikeGuard | None = None,
     ) -> None:
         """Configure the training.
 
@@ -148,6 +150,7 @@ class Trainer(keras.Model):
             log_every: Interval in steps between reading logs from the device. The host blocks on
                 each read. In between, callbacks receive the last values. The first and last step of
                 an epoch are always read. Defaults to 1 on CPUs and 10 on GPUs.
+            guard: `SpikeGuard` that skips steps with an unusual gradient norm. Defaults to `None`.
 
         Raises:
             ValueError: If the layout does not support these options.
@@ -175,6 +178,7 @@ class Trainer(keras.Model):
             compiler=compiler,
             log_every=resolve_log_every(log_every),
             steps_per_execution=steps_per_execution,
+            guard=guard,
         )
 
     def _check_compiled(self, method):
@@ -470,6 +474,7 @@ class Trainer(keras.Model):
         if str(path).endswith(MODEL_SUFFIX):
             options = {"replicas": replicas, "assets": assets, "metrics": metrics, **kwargs}
             optimizer = getattr(self, "optimizer", None)
+            self.built = self.built or self.network.built
             self._files.save_model(path, overwrite, super().save, optimizer, options)
             return
         if kwargs:

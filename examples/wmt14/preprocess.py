@@ -92,21 +92,21 @@ def read_sgm_pairs(source: str | os.PathLike, target: str | os.PathLike) -> list
     sides = parse_sgm(source), parse_sgm(target)
     lengths = [max((n for n, line in enumerate(side, 1) if any(line)), default=0) for side in sides]
     pairs = []
-    for number, lines in enumerate(itertools.zip_longest(*sides, fillvalue=("", "")), start=1):
-        if number > max(lengths):
+    for line_number, lines in enumerate(itertools.zip_longest(*sides, fillvalue=("", "")), start=1):
+        if line_number > max(lengths):
             break
         (source_text, source_tag), (target_text, target_tag) = lines
-        if number > min(lengths):
+        if line_number > min(lengths):
             shorter = source if lengths[0] < lengths[1] else target
             raise InputError(
-                f"{source} and {target} do not match at line {number}: {shorter} ends before it "
+                f"{source} and {target} do not match at line {line_number}: {shorter} ends before it "
                 f"({lengths[0]} and {lengths[1]} lines). Use two files of the same set, aligned by line."
             )
         documents = [_DOCUMENT.search(text) for text, tag in lines if not tag]
         same_document = not all(documents) or len({match[1] for match in documents}) < 2
         if source_tag != target_tag or not same_document:
             raise InputError(
-                f"{source} and {target} do not match at line {number}: "
+                f"{source} and {target} do not match at line {line_number}: "
                 f"{short_repr(source_tag + source_text)} and "
                 f"{short_repr(target_tag + target_text)}. Use two files of the same set, aligned "
                 "by line."
@@ -127,14 +127,14 @@ def parse_sgm(path: str | os.PathLike) -> list[tuple[str, str]]:
             such as a line with two segments.
     """
     lines = []
-    for number, line in enumerate(read_lines(path), start=1):
+    for line_number, line in enumerate(read_lines(path), start=1):
         match = _SEGMENT.fullmatch(line)
         if match and not _PART_OF_ONE.search(match[2]):
             lines.append((match[2].strip(_WHITE_SPACE), f"{match[1]}>"))
         elif match or _PART_OF_ONE.search(line) or not _TAGS.fullmatch(line):
             raise InputError(
-                f'{path}, line {number}: expected one segment, <seg id="1">text</seg>, or tags, got '
-                f"{short_repr(line)}. Correct the line or download the file again."
+                f'{path}, line {line_number}: expected one segment, <seg id="1">text</seg>, or tags, '
+                f"got {short_repr(line)}. Correct the line or download the file again."
             )
         else:
             lines.append((line, ""))

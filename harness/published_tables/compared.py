@@ -117,12 +117,12 @@ def model_states() -> Table:
     for billions, devices in published.ZERO_STATES.items():
         for count, levels in devices.items():
             for level, value in enumerate(levels, start=1):
-                ours = sum(float(part) for part in state_bytes(billions, count, level))
+                predicted = sum(float(part) for part in state_bytes(billions, count, level))
                 text = f"{value:g}"
                 digits = len(text.split(".")[1]) if "." in text else 0
                 plural = "" if count == 1 else "s"
                 case = f"{billions} B, {count:,} device{plural}, level {level}"
-                rows.append(Row(case, value, ours, digits))
+                rows.append(Row(case, value, predicted, digits))
     return Table("Model states per device, Rajbhandari et al., 2020, figure 1", "GB", tuple(rows))
 
 
@@ -197,9 +197,10 @@ def table_2() -> list[Table]:
 def make_layouts(model: str) -> Table:
     """Return the step times of a model's measured layouts."""
     steps = published.make_layouts(model)
-    ours = predicted_seconds(steps, DEEPSPEED)
+    predicted = predicted_seconds(steps, DEEPSPEED)
     rows = tuple(
-        Row(_describe(step), step.seconds, float(seconds)) for step, seconds in zip(steps, ours)
+        Row(_describe(step), step.seconds, float(seconds))
+        for step, seconds in zip(steps, predicted)
     )
     chosen = min(rows, key=lambda row: row.ours)
     best = min(row.published for row in rows)

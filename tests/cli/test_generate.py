@@ -57,11 +57,11 @@ def folder(tmp_path_factory):
     """Random Llama with a byte tokenizer, so that characters are generated in parts."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     save(CausalLM(300, **LLAMA), folder, "llama")
-    own = byte_tokenizer(["The quick brown fox jumps over the lazy dog, été."] * 3, 290)
-    own.post_processor = tokenizers.processors.TemplateProcessing(
+    tokenizer = byte_tokenizer(["The quick brown fox jumps over the lazy dog, été."] * 3, 290)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    own.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -303,11 +303,11 @@ def test_evaluate_names_folders_that_are_no_runs(folder, tmp_path, capsys):
     """`evaluate` and `translate` accept translation runs."""
     lines = tmp_path / "lines.txt"
     lines.write_text("a\n")
-    own = tmp_path / "own"
-    (own / "checkpoints").mkdir(parents=True)
+    plain_folder = tmp_path / "own"
+    (plain_folder / "checkpoints").mkdir(parents=True)
     for place, message in (
         (folder, f"`{folder}` contains a published model"),
-        (own, "It contains checkpoints"),
+        (plain_folder, "It contains checkpoints"),
     ):
         ask = ["evaluate", "--run", str(place), "--src", str(lines), "--ref", str(lines)]
         assert main(ask) == 2

@@ -69,16 +69,16 @@ SPECIAL = ["<s>", "</s>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|start_h
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Return a byte-level BPE tokenizer with the marks of the templates as tokens."""
-    own = tokenizers.Tokenizer(tokenizers.models.BPE())
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet
     )
-    own.train_from_iterator([turn["content"] for turn in TURNS], trainer)
+    bpe.train_from_iterator([turn["content"] for turn in TURNS], trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
-    own.save(str(folder / "tokenizer.json"))
+    bpe.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     path = folder / "tokenizer.json"
@@ -98,12 +98,12 @@ def learnt(tokenizer, source, turns, train_on="assistant"):
 def test_trained_tokens_match_transformers(name, tokenizer):
     import transformers
 
-    theirs = transformers.PreTrainedTokenizerFast(
+    hf_tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tokenizer._path), bos_token="<s>", eos_token="</s>"
     )
     for turns in (TURNS[:2], TURNS):
         ids, labels = learnt(tokenizer, TEMPLATES[name], turns)
-        expected = theirs.apply_chat_template(
+        expected = hf_tokenizer.apply_chat_template(
             turns,
             chat_template=TEMPLATES[name],
             return_assistant_tokens_mask=True,

@@ -88,9 +88,9 @@ def test_ranks_divide_and_resume_one_plan(shards):
     full.set_epoch(1)
     expected = [part[2 * 4 :] for part in concatenate_rows(full)]
     for index in range(2):
-        own = some_batches(shards, shard_index=index, num_shards=2)
-        own.restore(full.position(2))
-        for part, of_all in zip(concatenate_rows(own), expected):
+        share = some_batches(shards, shard_index=index, num_shards=2)
+        share.restore(full.position(2))
+        for part, of_all in zip(concatenate_rows(share), expected):
             np.testing.assert_array_equal(part, of_all[index::2])
 
 

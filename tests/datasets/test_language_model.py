@@ -162,13 +162,13 @@ def test_ranks_divide_the_batches_of_one_process(shards, num_shards, multiple, t
         )
         for index in range(num_shards)
     ]
-    for number, full in enumerate(of_all):
+    for position, full in enumerate(of_all):
         for index in range(num_shards):
-            own = of_ranks[index][number]
-            assert own.shape[1] % multiple == 0
+            local = of_ranks[index][position]
+            assert local.shape[1] % multiple == 0
             expected = full[:, index::num_shards]
-            np.testing.assert_array_equal(own[:, : expected.shape[1]], expected)
-            assert (own[2, expected.shape[1] :] == IGNORED).all()
+            np.testing.assert_array_equal(local[:, : expected.shape[1]], expected)
+            assert (local[2, expected.shape[1] :] == IGNORED).all()
 
 
 def test_epoch_resumes_at_the_next_batch(shards):

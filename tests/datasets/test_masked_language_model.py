@@ -79,8 +79,8 @@ def test_random_choices_depend_only_on_seed_epoch_and_row(kind, shards):
 def test_ranks_divide_the_batches_of_one_process(kind, shards):
     of_all = list(some_batches(kind, shards).as_dataset().as_numpy_iterator())
     for index in range(2):
-        own = some_batches(kind, shards, shard_index=index, num_shards=2)
-        for (inputs, labels), (x, y) in zip(own.as_dataset().as_numpy_iterator(), of_all):
+        share = some_batches(kind, shards, shard_index=index, num_shards=2)
+        for (inputs, labels), (x, y) in zip(share.as_dataset().as_numpy_iterator(), of_all):
             assert same(inputs, {key: value[index::2] for key, value in x.items()})
             if isinstance(y, dict):
                 assert same(labels, {key: value[index::2] for key, value in y.items()})

@@ -65,14 +65,14 @@ def unpacked(batch):
     inputs, labels = tf.nest.map_structure(lambda x: x.numpy(), batch)
     pairs = []
     for row in range(len(labels)):
-        own, others = inputs["source_segments"][row], inputs["target_segments"][row]
-        for index in range(1, own.max() + 1):
-            source, here = inputs["source"][row][own == index], others == index
+        source_ids, target_ids = inputs["source_segments"][row], inputs["target_segments"][row]
+        for index in range(1, source_ids.max() + 1):
+            source, here = inputs["source"][row][source_ids == index], target_ids == index
             pairs.append(
                 tuple(map(tuple, (source, inputs["target"][row][here], labels[row][here])))
             )
-        assert (own == 0).tolist() == (inputs["source"][row] == 0).tolist()
-        assert (others == 0).tolist() == (labels[row] == 0).tolist()
+        assert (source_ids == 0).tolist() == (inputs["source"][row] == 0).tolist()
+        assert (target_ids == 0).tolist() == (labels[row] == 0).tolist()
     return pairs
 
 
@@ -129,14 +129,14 @@ def test_attention_does_not_cross_sentences_of_a_row(positions):
     _, batches = some_batches(count=20, longest=8, packed_length=32, batch_size=2, shuffle=False)
     inputs, _ = next(iter(batches.as_dataset()))
     logits = model(inputs)[0]
-    own, others = inputs["source_segments"][0], inputs["target_segments"][0]
-    assert own.numpy().max() > 2
-    for index in range(1, own.numpy().max() + 1):
+    source_ids, target_ids = inputs["source_segments"][0], inputs["target_segments"][0]
+    assert source_ids.numpy().max() > 2
+    for index in range(1, source_ids.numpy().max() + 1):
         alone = {
-            "source": inputs["source"][0][own == index][None],
-            "target": inputs["target"][0][others == index][None],
+            "source": inputs["source"][0][source_ids == index][None],
+            "target": inputs["target"][0][target_ids == index][None],
         }
-        np.testing.assert_allclose(logits[others == index], model(alone)[0], atol=2e-5)
+        np.testing.assert_allclose(logits[target_ids == index], model(alone)[0], atol=2e-5)
 
 
 def test_attention_does_not_cross_documents_of_a_row():

@@ -30,16 +30,16 @@ def write(folder, **files):
 @pytest.fixture
 def gpt2(tmp_path):
     """Byte-level BPE with one token for start, end and padding."""
-    own = tokenizers.Tokenizer(tokenizers.models.BPE())
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300, special_tokens=[END, "<extra>"], initial_alphabet=alphabet
     )
-    own.train_from_iterator(TEXTS, trainer)
-    own.enable_padding(length=64)  # Some published files enable padding; loading disables it.
-    own.save(str(tmp_path / "tokenizer.json"))
+    bpe.train_from_iterator(TEXTS, trainer)
+    bpe.enable_padding(length=64)  # Some published files enable padding; loading disables it.
+    bpe.save(str(tmp_path / "tokenizer.json"))
     return write(tmp_path, tokenizer_config={"bos_token": END, "eos_token": {"content": END}})
 
 
@@ -61,16 +61,16 @@ def llama(tmp_path):
 
 def test_json_tokenizers_match_transformers(gpt2):
     tokenizer = load_tokenizer(gpt2)
-    own = tokenizers.Tokenizer.from_file(str(gpt2 / "tokenizer.json"))
-    own.no_padding()
+    original = tokenizers.Tokenizer.from_file(str(gpt2 / "tokenizer.json"))
+    original.no_padding()
     ids = tokenizer.encode(TEXTS)
     assert isinstance(ids, tf.RaggedTensor) and ids.dtype == "int32"
-    assert ids.to_list() == [own.encode(text).ids for text in TEXTS]
+    assert ids.to_list() == [original.encode(text).ids for text in TEXTS]
     flat, row_splits = tokenizer.encode_to_numpy(TEXTS)
     assert flat.dtype == np.int32 and row_splits[-1] == len(flat) and len(row_splits) == 6
     for value in (ids, ids.to_list(), ids.to_tensor(tokenizer.end_id)):
         assert tokenizer.decode(value) == TEXTS
-    assert tokenizer.vocab_size == own.get_vocab_size() == 300
+    assert tokenizer.vocab_size == original.get_vocab_size() == 300
     assert tokenizer.encode([]).to_list() == []
 
 
@@ -88,12 +88,14 @@ def test_special_ids_follow_the_tokenizer_files(gpt2):
 
 
 def test_special_ids_of_a_vocabulary_without_lower_case_letters(tmp_path):
-    own = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate("<>ACGT")}, []))
-    own.add_special_tokens(["<", ">"])
-    own.post_processor = tokenizers.processors.TemplateProcessing(
+    original = tokenizers.Tokenizer(
+        tokenizers.models.BPE({x: i for i, x in enumerate("<>ACGT")}, [])
+    )
+    original.add_special_tokens(["<", ">"])
+    original.post_processor = tokenizers.processors.TemplateProcessing(
         single="< $A >", special_tokens=[("<", 0), (">", 1)]
     )
-    own.save(str(tmp_path / "tokenizer.json"))
+    original.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(
         write(tmp_path, tokenizer_config={"bos_token": "<", "eos_token": ">"})
     )
@@ -105,17 +107,19 @@ def test_special_ids_of_a_vocabulary_without_lower_case_letters(tmp_path):
 
 def test_sentencepiece_tokenizers_match_the_library(llama):
     tokenizer = load_tokenizer(llama)
-    own = sentencepiece.SentencePieceProcessor(model_file=str(llama / "tokenizer.model"))
+    original = sentencepiece.SentencePieceProcessor(model_file=str(llama / "tokenizer.model"))
     ids = tokenizer.encode(TEXTS)
-    assert ids.to_list() == own.encode(TEXTS)
-    assert tokenizer.decode(ids) == own.decode(own.encode(TEXTS))
+    assert ids.to_list() == original.encode(TEXTS)
+    assert tokenizer.decode(ids) == original.decode(original.encode(TEXTS))
     assert (tokenizer.unk_id, tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id) == (
-        own.unk_id(), own.bos_id(), own.eos_id(), None,
+        original.unk_id(), original.bos_id(), original.eos_id(), None,
     )  # fmt: skip
-    assert tokenizer.vocab_size == own.vocab_size() and tokenizer.stop_ids == (own.eos_id(),)
+    assert tokenizer.vocab_size == original.vocab_size() and tokenizer.stop_ids == (
+        original.eos_id(),
+    )
     with_start = tokenizer.encode(["dog"], add_special_ids=True).to_list()
-    assert with_start == [[own.bos_id(), *own.encode("dog")]]
-    assert tokenizer.decode([[*with_start[0], own.eos_id(), 7], [9999]]) == ["dog", ""]
+    assert with_start == [[original.bos_id(), *original.encode("dog")]]
+    assert tokenizer.decode([[*with_start[0], original.eos_id(), 7], [9999]]) == ["dog", ""]
 
 
 def test_config_overrides_added_ids_of_sentencepiece(llama):
@@ -140,9 +144,9 @@ def test_saved_copy_is_identical(kind, request, tmp_path):
 
 
 def test_subword_tokenizer_is_loaded(tmp_path):
-    own = SubwordTokenizer.train(TEXTS, vocab_size=110)
-    own.save(tmp_path)
-    assert load_tokenizer(tmp_path).vocabulary == own.vocabulary
+    original = SubwordTokenizer.train(TEXTS, vocab_size=110)
+    original.save(tmp_path)
+    assert load_tokenizer(tmp_path).vocabulary == original.vocabulary
 
 
 def refusal(folder):

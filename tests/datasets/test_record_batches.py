@@ -20,9 +20,9 @@ def records(lengths=LENGTHS):
     return EncodedRecords(rows)
 
 
-def batches(own=None, **options):
+def batches(encoded=None, **options):
     options = {"length": 16, "batch_size": 4, "seed": 3, **options}
-    return RecordBatches(own or records(), next_tokens, **options)
+    return RecordBatches(encoded or records(), next_tokens, **options)
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1, 1), (0.5, 0.3, 0.15, 0.05), (5, 1, 0.1)])
@@ -64,9 +64,9 @@ def test_ranks_divide_batches_and_resume_anywhere(packed, weights):
         for batch in range(len(item)):
             inputs, labels = item.batch(epoch, batch)
             for index, half in enumerate(halves):
-                own, their = half.batch(epoch, batch)
-                np.testing.assert_array_equal(own["tokens"], inputs["tokens"][index::2])
-                np.testing.assert_array_equal(their, labels[index::2])
+                local_inputs, local_labels = half.batch(epoch, batch)
+                np.testing.assert_array_equal(local_inputs["tokens"], inputs["tokens"][index::2])
+                np.testing.assert_array_equal(local_labels, labels[index::2])
     again = batches(**options)
     again.restore({**item.position(), "epoch": 1, "batch": 2})
     inputs, _ = next(iter(again.as_dataset()))
@@ -75,12 +75,14 @@ def test_ranks_divide_batches_and_resume_anywhere(packed, weights):
 
 def test_epoch_contains_each_record_once():
     for packed in (False, True):
-        own = batches(packed=packed, batch_size=1)
+        epochs = batches(packed=packed, batch_size=1)
         for epoch in (0, 1):
-            seen = np.concatenate([own.batch(epoch, n)[0]["tokens"][0] for n in range(len(own))])
+            seen = np.concatenate(
+                [epochs.batch(epoch, n)[0]["tokens"][0] for n in range(len(epochs))]
+            )
             counts = np.bincount(seen, minlength=41)[1:]
             assert counts.tolist() == LENGTHS.tolist()
-        assert not np.array_equal(own.batch(0, 0)[0]["tokens"], own.batch(1, 0)[0]["tokens"])
+        assert not np.array_equal(epochs.batch(0, 0)[0]["tokens"], epochs.batch(1, 0)[0]["tokens"])
     assert len(batches(packed=True, batch_size=1)) < len(batches(batch_size=1)) / 1.7
 
 

@@ -114,13 +114,13 @@ def test_start_and_end_tokens_of_targets_are_not_repeated():
 
 
 def test_start_token_of_prompts_is_not_repeated(tmp_path):
-    own = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, "a"))
-    own.add_special_tokens(["<s>", "</s>"])
-    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    own.post_processor = tokenizers.processors.TemplateProcessing(
+    original = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, "a"))
+    original.add_special_tokens(["<s>", "</s>"])
+    original.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    original.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
-    own.save(str(tmp_path / "tokenizer.json"))
+    original.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     tokenizer = load_tokenizer(tmp_path)
     texts = ["a", "<s>a", "a</s>", "<s>a</s>", "<s><s>a", ""]

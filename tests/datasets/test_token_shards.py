@@ -93,7 +93,9 @@ def test_special_ids_of_a_published_tokenizer_are_saved(tmp_path):
     assert shards.special_ids == {"pad": 0, "unk": 1, "mask": 4, "cls": 2, "sep": 3}
     assert [ids.tolist() for ids in shards] == [[5, 6], [7, 1]]
     assert load_tokenizer(shards.tokenizer_folder).mask_id == 4
-    batches = MaskedLanguageModelBatches(shards, length=8, batch_size=1, rate=1, shuffle=False)
+    batches = MaskedLanguageModelBatches(
+        shards, length=8, batch_size=1, rate=1, shuffle=False, all_positions=True
+    )
     assert batches.vocab_size == 8
     inputs, labels = batches.row(0, 0)
     assert np.where(labels == -100, inputs["tokens"], labels).tolist() == [2, 5, 6, 3, 2, 7, 1, 3]

@@ -180,20 +180,20 @@ def test_other_libraries_load_the_saved_files(lower_case, tmp_path):
     sentences = [*SENTENCES, ALPHABET]
     tokenizer = SubwordTokenizer.train(sentences, vocab_size=210, lower_case=lower_case)
     tokenizer.save(tmp_path)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    original = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     texts = [
         text
         for text in [*TRICKY, *SENTENCES, "\n\n a\n\nb \n", "猫 and 猫s"]
         if "[PAD]" not in text
     ]
     ids = tokenizer.encode(texts).to_list()
-    assert [item.ids for item in theirs.encode_batch(texts)] == ids
+    assert [item.ids for item in original.encode_batch(texts)] == ids
     assert (
-        theirs.decode_batch(ids)[:-1] == tokenizer.decode(ids)[:-1]
+        original.decode_batch(ids)[:-1] == tokenizer.decode(ids)[:-1]
     )  # Unknown characters are left out.
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     special = [config[f"{name}_token"] for name in ("pad", "unk", "bos", "eos")]
-    assert [theirs.token_to_id(piece) for piece in special] == [0, 1, 2, 3]
+    assert [original.token_to_id(piece) for piece in special] == [0, 1, 2, 3]
     assert isinstance(load_tokenizer(tmp_path), SubwordTokenizer)
 
 

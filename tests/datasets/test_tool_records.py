@@ -60,11 +60,11 @@ def test_records_with_tools_use_the_template_of_transformers(form, tokenizer, tm
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     load_tokenizer(folder).save(tmp_path / "saved")
     saved_reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
-    for own in (load_tokenizer(folder), load_tokenizer(tmp_path / "saved")):
+    for loaded in (load_tokenizer(folder), load_tokenizer(tmp_path / "saved")):
         for tools in (None, TOOLS):
             record = {"messages": TURNS, "tools": tools}
-            result = render_record(record, own.chat_template(), "all", "here").text
-            requested = own.chat(TURNS[:1], tools)
+            result = render_record(record, loaded.chat_template(), "all", "here").text
+            requested = loaded.chat(TURNS[:1], tools)
             for their in (reference, saved_reference):
                 options = {"tools": tools, "tokenize": False}
                 assert result == their.apply_chat_template(TURNS, **options)
@@ -75,10 +75,10 @@ def test_records_with_tools_use_the_template_of_transformers(form, tokenizer, tm
 
 
 def test_custom_template_replaces_the_tool_template(tokenizer, tmp_path):
-    own = load_tokenizer(chat_folder(tokenizer, tmp_path / "published", "files"))
-    own.template_source = "{{ messages[0].content }}"
-    own.save(tmp_path / "saved")
-    for item in (own, load_tokenizer(tmp_path / "saved")):
+    loaded = load_tokenizer(chat_folder(tokenizer, tmp_path / "published", "files"))
+    loaded.template_source = "{{ messages[0].content }}"
+    loaded.save(tmp_path / "saved")
+    for item in (loaded, load_tokenizer(tmp_path / "saved")):
         assert item.chat(TURNS[:1], TOOLS) == TURNS[0]["content"]
 
 
@@ -149,8 +149,10 @@ def test_arguments_as_json_text_are_trained_like_objects(printed, tokenizer):
     ]
     result = render_record({"messages": turns(text)}, ChatTemplate(source), "assistant", "here")
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer._path))
-    given = turns(arguments if "tojson" in printed else text)
-    assert result.text == reference.apply_chat_template(given, chat_template=source, tokenize=False)
+    messages = turns(arguments if "tojson" in printed else text)
+    assert result.text == reference.apply_chat_template(
+        messages, chat_template=source, tokenize=False
+    )
     assert [result.text[slice(*span)] for span in result.spans] == [f"<call>{text}"]
 
 
@@ -159,8 +161,8 @@ def test_arguments_as_json_text_are_trained_like_objects(printed, tokenizer):
 )
 def test_arguments_other_than_objects_are_refused(value, expected_error):
     calls = [{"function": {"name": "f", "arguments": value}}]
-    for given in (calls, json.dumps(calls)):
-        record = {"messages": [TURNS[0], {"role": "assistant", "tool_calls": given}]}
+    for calls_value in (calls, json.dumps(calls)):
+        record = {"messages": [TURNS[0], {"role": "assistant", "tool_calls": calls_value}]}
         with pytest.raises(InputError, match="message 2, tool_calls, arguments") as caught:
             render_record(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 1")
         assert expected_error in str(caught.value)

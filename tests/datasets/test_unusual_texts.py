@@ -88,39 +88,43 @@ def draw_unusual_texts(index=2000, seed=0):
 
 
 def byte_level_bpe():
-    own = tokenizers.Tokenizer(models.BPE())
-    own.normalizer = normalizers.NFC()
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return own, trainers.BpeTrainer(
+    return tokenizer, trainers.BpeTrainer(
         vocab_size=330, initial_alphabet=alphabet, special_tokens=["<s>"]
     )
 
 
 def word_piece():
-    own = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    own.normalizer = normalizers.BertNormalizer(lowercase=True)
-    own.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    own.decoder = decoders.WordPiece(cleanup=False)
-    return own, trainers.WordPieceTrainer(
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return tokenizer, trainers.WordPieceTrainer(
         vocab_size=120, special_tokens=["[PAD]", "[UNK]", "[CLS]"]
     )
 
 
 def unigram():
-    own = tokenizers.Tokenizer(models.Unigram())
-    own.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()])
-    own.pre_tokenizer = pre_tokenizers.Metaspace()
-    own.decoder = decoders.Metaspace()
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     options = {"unk_token": "<unk>", "special_tokens": ["<s>", "</s>", "<unk>"]}
-    return own, trainers.UnigramTrainer(vocab_size=100, **options)
+    return tokenizer, trainers.UnigramTrainer(vocab_size=100, **options)
 
 
 def byte_fallback_bpe():
-    own = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    own.decoder = decoders.Sequence(
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -129,7 +133,7 @@ def byte_fallback_bpe():
         ]
     )
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{x:02X}>" for x in range(256))]
-    return own, trainers.BpeTrainer(vocab_size=400, special_tokens=pieces)
+    return tokenizer, trainers.BpeTrainer(vocab_size=400, special_tokens=pieces)
 
 
 KINDS = byte_level_bpe, word_piece, unigram, byte_fallback_bpe
@@ -139,18 +143,18 @@ KINDS = byte_level_bpe, word_piece, unigram, byte_fallback_bpe
 def test_json_tokenizers_match_transformers(kind, tmp_path):
     """The reference is `transformers`, which returns the library's results unchanged."""
     transformers = pytest.importorskip("transformers")
-    own, trainer = kind()
-    own.train_from_iterator(CORPUS, trainer)
-    own.add_tokens([tokenizers.AddedToken(ADDED[0], lstrip=True), ADDED[1]])
-    own.add_special_tokens([tokenizers.AddedToken(ADDED[2], rstrip=True)])
-    own.save(str(tmp_path / "tokenizer.json"))
+    original, trainer = kind()
+    original.train_from_iterator(CORPUS, trainer)
+    original.add_tokens([tokenizers.AddedToken(ADDED[0], lstrip=True), ADDED[1]])
+    original.add_special_tokens([tokenizers.AddedToken(ADDED[2], rstrip=True)])
+    original.save(str(tmp_path / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    hf_tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     texts, tokenizer = draw_unusual_texts(), load_tokenizer(tmp_path)
-    ids = theirs(texts, add_special_tokens=False)["input_ids"]
+    ids = hf_tokenizer(texts, add_special_tokens=False)["input_ids"]
     assert tokenizer.encode(texts).to_list() == ids
-    assert tokenizer.decode(ids) == theirs.batch_decode(ids, skip_special_tokens=True)
+    assert tokenizer.decode(ids) == hf_tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +175,11 @@ def test_sentencepiece_tokenizers_match_the_library(model_type, rule, tmp_path):
         model_type=model_type,
         byte_fallback=model_type == "bpe",
     )
-    own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    original = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     texts, tokenizer = draw_unusual_texts(), load_tokenizer(tmp_path)
-    ids = own.encode(texts)
+    ids = original.encode(texts)
     assert tokenizer.encode(texts).to_list() == ids
-    assert tokenizer.decode(ids) == own.decode(ids)
+    assert tokenizer.decode(ids) == original.decode(ids)
 
 
 def test_added_tokens_missing_in_the_model_are_refused(tmp_path):

@@ -8,9 +8,10 @@ QUICK = """
     deep_causal.used/pp2m2-interleaved2@2x1+recompute
     deep_causal/pp2m2-zb_v2@2x1+recompute+gpu
     causal/dp2mp2@4x1+rows+sp+whole2+recompute bert/mp2pp2m2-gpipe@4x1+rows+sp
-    lamb/dp2pp2m2-zb_h1@4x1+whole1 causal/dp2pp2m2-1f1b@4x1+shard1
+    lamb/dp2pp2m2-zb_h1@4x1+whole1 causal/dp2pp2m2-1f1b@4x1+shard2+reduce
+    causal/dp2pp2m2-1f1b@4x1+shard3
     llama_lora/dp2@2x1+shard3+recompute long/dp2cp2m2@2x2+ulysses+shard1+recompute
-    long_causal/cp2mp2@2x2+rows+ring long_causal/dp2cp2@2x2+all_gather+shard3
+    long_causal/cp2mp2@2x2+rows+ring long_causal/dp2cp2m2-interleaved2@2x2+all_gather+shard3
     long_causal/cp2pp2m2-1f1b@2x2+ring long_moe/dp2cp2ep2-interleaved2@1x4+ring
     moe/dp4ep2@2x2+shard2 moe/dp2mp2ep2m2@2x2+rows+sp+shard3+recompute
     moe/dp2ep2pp2m2-1f1b@2x2
@@ -101,6 +102,15 @@ LONG = """
     deep/pp2m2-zb_v2@2x1+recompute+gpu deep/pp2m2-zb_v2@2x1+recompute
     tied.used/mp2m2-interleaved2@2x1+rows+sp+recompute tied/dp2pp2m2-1f1b@4x1+shard1
     long_causal/dp2cp2-interleaved2@2x2+ring+whole1 moe/dp4ep2@2x2+whole1
+    causal/dp2pp2m2-1f1b@4x1+shard1 long_causal/dp2cp2@2x2+all_gather+shard3
+    deep_tied.used/dp2pp2m2-interleaved2@4x1+shard3 deep/dp2pp2m4-zb_h1@4x1+shard3
+    deep/dp2pp2m4-zb_v2@4x1+shard3+recompute tied/dp2pp2m2-gpipe@4x1+shard3+reduce
+    deep_tied/dp2pp2m2-interleaved2@4x1+shard2+reduce deep/dp2pp2m4-zb_h1@4x1+shard2+reduce
+    tied.used/dp2mp2pp2m2-1f1b@4x2+shard3 sgd/dp2mp2pp2m2-1f1b@4x2+sp+shard2+reduce
+    llama_lora.used/dp2pp2m2-1f1b@4x1+shard3 llama_lora/dp2pp2m2-1f1b@4x1+shard2+reduce
+    deep_llama_frozen/dp2pp2m2-1f1b@4x1+shard3 moe/dp2ep2pp2m2-1f1b@2x2+shard3
+    lamb/dp2pp2m2-1f1b@4x1+whole2+reduce adamw/dp2m2@2x1+shard2+reduce
+    causal/dp2m2-interleaved2@2x1+shard3 causal/dp2mp2m2-interleaved2@1x4+shard3
 """.split()
 # Runs with "+gpu" use the GPU code path (harness/gpu_branch.py). The long suite uses it once for each
 # network and for each layout of two ranks, because layouts do not depend on networks, and for the

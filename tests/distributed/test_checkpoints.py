@@ -46,7 +46,7 @@ def marks_for_layout(name):
 
 
 def saved_restored_param(saved, restored):
-    """One layout restores what another one has saved: of 100 pairs, 5 are in the quick suite."""
+    """One layout restores what another one has saved: of 121 pairs, 5 are in the quick suite."""
     is_near = saved in RESTORED[restored]
     is_quick = is_near and {saved, restored} <= set(QUICK)
     marks = [] if is_quick else [pytest.mark.long, pytest.mark.runs(*SAVED)]

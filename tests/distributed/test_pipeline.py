@@ -130,6 +130,20 @@ def test_neighboring_chunks_on_one_stage_match_one_process(rank_results):
     assert sorted(ranks[1]["sent"]) == 4 * [back] + 4 * [forth]
 
 
+STORED_WEIGHTS = tuple(
+    f"tests.distributed.tasks.pipeline:stored_weights/{layout}+shard3"
+    for layout in ("dp2m2-interleaved2@2x1", "dp2mp2m2-interleaved2@1x4")
+)
+
+
+@parametrize_runs(STORED_WEIGHTS, STORED_WEIGHTS[1:])
+def test_chunks_store_no_gathered_weights_between_their_passes(run, rank_results):
+    for result in rank_results(run):
+        assert [52, 24] in result["shapes"] and len(result["shapes"]) >= 5
+        assert result["with_units"] == []
+        assert len(result["without_units"]) >= 5
+
+
 @pytest.mark.runs(stages("frozen"), one_process("frozen"))
 def test_frozen_stage_matches_one_process(rank_results):
     (expected,), ranks = rank_results(one_process("frozen")), rank_results(stages("frozen"))

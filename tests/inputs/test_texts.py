@@ -70,9 +70,9 @@ def test_only_files_and_pipes_are_read(tmp_path):
     assert read_bytes(tmp_path / "pipe") == b""  # A pipe without a writer is empty.
     writer = threading.Thread(target=lambda: (tmp_path / "named").write_bytes(b"x" * 200_000))
     os.mkfifo(tmp_path / "named")
-    held = os.open(tmp_path / "named", os.O_RDWR)  # The pipe has a writer from the beginning.
+    descriptor = os.open(tmp_path / "named", os.O_RDWR)  # The pipe has a writer from the beginning.
     writer.start()
-    threading.Timer(0.5, os.close, [held]).start()
+    threading.Timer(0.5, os.close, [descriptor]).start()
     assert len(read_bytes(tmp_path / "named")) == 200_000
     writer.join()
 

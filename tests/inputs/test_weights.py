@@ -172,8 +172,8 @@ def test_weights_in_a_keras_archive_are_checked(tmp_path):
     model.save(path)
     model.set_weights(before)
     assert "not finite" in refusal(load_weights, model, path)
-    for own, other in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(own, other)
+    for value, old_value in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, old_value)
     model.save(path)
     data = bytearray(path.read_bytes())
     data[data.index(before[0].tobytes())] ^= (
@@ -193,8 +193,8 @@ def test_trainer_loads_saved_weights_of_itself_or_its_network(tmp_path):
     for name in ("trainer", "network"):
         other = make_trainer(network())
         other.load_weights(tmp_path / f"{name}.keras")
-        for own, loaded in zip(model.get_weights(), other.get_weights(), strict=True):
-            np.testing.assert_array_equal(own, loaded)
+        for value, loaded in zip(model.get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_array_equal(value, loaded)
 
 
 @BOUNDED

@@ -54,7 +54,7 @@ def moe(config, x, weights, mask=None, hidden_act="gelu"):
     max_tokens = math.inf if config.dropless else max(1, math.ceil(size * share - 1e-6))
     for group in groups:
         tokens = [p for p in group if mask is None or mask[p]]
-        load, taken = np.zeros(config.expert_num), np.zeros(config.expert_num)
+        load, accepted = np.zeros(config.expert_num), np.zeros(config.expert_num)
         probability, square = np.zeros(config.expert_num), 0.0
         for position in tokens:
             logits = x[position] @ weights["router_kernel"] + weights.get("router_logits_bias", 0)
@@ -63,10 +63,10 @@ def moe(config, x, weights, mask=None, hidden_act="gelu"):
             square += np.log(np.exp(logits).sum()) ** 2
             for expert, gate in zip(chosen, gates):
                 load[expert] += 1
-                if taken[expert] >= max_tokens:
+                if accepted[expert] >= max_tokens:
                     dropped.add((*position, expert))
                     continue
-                taken[expert] += 1
+                accepted[expert] += 1
                 inner = x[position] @ weights["mapping_kernel"][expert]
                 inner = activation(inner + weights["mapping_bias"][expert])
                 y = inner @ weights["projection_kernel"][expert]

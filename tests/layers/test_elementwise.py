@@ -31,7 +31,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_values_and_gradients_match_tensorflow(case, dtype, compiled):
-    ours, expected_function, arguments = CASES[case]
+    function, expected_function, arguments = CASES[case]
     arguments = [tf.constant(x, dtype) for x in arguments]
 
     def results(function):
@@ -42,7 +42,7 @@ def test_values_and_gradients_match_tensorflow(case, dtype, compiled):
         return [y, *tape.gradient(loss, arguments)]
 
     run = tf.function(results, autograph=False) if compiled else results
-    for actual, expected in zip(run(ours), results(expected_function), strict=True):
+    for actual, expected in zip(run(function), results(expected_function), strict=True):
         assert actual.dtype == expected.dtype
         np.testing.assert_array_equal(actual, expected)
 

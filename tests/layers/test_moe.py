@@ -180,7 +180,7 @@ def test_recompute_does_not_change_results():
         return cost, tape.gradient(cost, [w.value for w in layer.trainable_weights])
 
     cost, stored = gradients()
-    layer.is_recomputed = True
+    layer.recompute()
     recomputed_cost, recomputed = gradients()
     np.testing.assert_allclose(recomputed_cost, cost, rtol=1e-6)
     for actual, expected in zip(recomputed, stored):

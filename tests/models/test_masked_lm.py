@@ -285,7 +285,9 @@ def test_exported_network_returns_logits_at_all_positions(tmp_path):
     trainer.train_on_batch({"tokens": ids, "masked_lm_positions": ids[:, :2] % 8}, ids[:, :2])
     trainer.export(tmp_path / "exported", verbose=False)
     exported = tf.saved_model.load(tmp_path / "exported")
-    assert_all_close({"": exported.serve({"tokens": ids})}, {"": trainer.network(ids)}, BLOCKS["float32"])
+    assert_all_close(
+        {"": exported.serve({"tokens": ids})}, {"": trainer.network(ids)}, BLOCKS["float32"]
+    )
 
 
 @on_mesh

@@ -138,6 +138,14 @@ def test_rejects_processes_of_other_launchers(monkeypatch):
         {"pipeline_stage": 2, "micro_batch_num": 4},
         {"pipeline_stage": 2, "micro_batch_num": 4, "optimizer_shard": True},
         {"pipeline_stage": 2, "micro_batch_num": 4, "model_parallel": 2, "optimizer_shard": 2},
+        {"pipeline_stage": 2, "micro_batch_num": 4, "model_parallel": 2, "optimizer_shard": 3},
+        {
+            "pipeline_stage": 2,
+            "micro_batch_num": 2,
+            "pipeline_schedule": "zb_h1",
+            "optimizer_shard": 2,
+            "gradient_accumulation_shard": True,
+        },
         {"vocab_emb_dp": False, "gradient_aggregation_group": 1},
     ],
     ids=str,
@@ -172,21 +180,6 @@ def test_rejects_ulysses_shards_that_would_have_no_effect(fields, words):
     config = TransformerOpParallelConfig(ulysses_shards=2, **fields)
     with pytest.raises(ValueError, match=f"`ulysses_shards=2` {words}"):
         validators.check_supported(config)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"optimizer_shard": 3}, {"gradient_accumulation_shard": True, "optimizer_shard": 2}],
-    ids=str,
-)
-def test_rejects_gradient_and_weight_shards_in_pipelines(fields):
-    (name, value), *_ = fields.items()
-    with pytest.raises(
-        ValueError, match=f"`{name}={value}` does not work with `pipeline_stage=2`. "
-    ):
-        validators.check_supported(
-            TransformerOpParallelConfig(pipeline_stage=2, micro_batch_num=2, **fields)
-        )
 
 
 @pytest.mark.parametrize(

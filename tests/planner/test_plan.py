@@ -39,6 +39,7 @@ from dtransformer.planner.memory import block_activation_bytes
 from dtransformer.planner.plan_file import plan_to_yaml
 from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
+from dtransformer.planner.time import collective_seconds, device_groups
 from dtransformer.planner.work import block_passes
 from dtransformer.runs.config import load_config
 from dtransformer.transformer_config import BlockConfig, TransformerConfig
@@ -392,6 +393,42 @@ def test_mesh_reduces_gradients_in_every_micro_batch():
     model = get_model("mixtral_8x7b")
     unsharded, sharded = reduction(data=2, local=2, expert=[1, 2])
     assert sharded < unsharded / 10
+
+
+def test_pipeline_accumulates_full_gradients_or_shards():
+    """Level 2 stores shards only if every micro-batch reduces its gradients. Level 3 always does."""
+    model, job = get_model("llama2_7b"), Job(32, precision="float32")
+    columns = {"level": [1, 2, 2, 3], "reduces": [0, 0, 1, 0]}
+    layouts = Layouts.from_columns(stage=2, data=4, micro_batches=8, **columns)
+    memory, seconds = evaluate(model, cluster(8), job, layouts)
+    parameters = memory.weights[0] / 4
+    np.testing.assert_allclose(memory.weights / parameters, [4, 4, 4, 1])
+    np.testing.assert_allclose(memory.gradients / parameters, [4, 4, 1, 1])
+    np.testing.assert_allclose(memory.states / parameters, [2, 2, 2, 2])
+    # A ring of 4 ranks sends 3/4 of the bytes. The other seven micro-batches also reduce-scatter.
+    layout = Layouts.from_columns(stage=2, data=4)
+    group = device_groups(layout)["replicas"]
+    (scatter,) = collective_seconds(cluster(8), "reduce-scatter", 4 * parameters, group)
+    assert seconds.reduction[1] == pytest.approx(seconds.reduction[0])
+    assert seconds.reduction[2] - seconds.reduction[1] == pytest.approx(7 * scatter, rel=1e-4)
+    assert seconds.unsharding[3] > 0 == seconds.unsharding[2]
+
+
+def test_proposes_sharded_gradients_and_weights_in_pipelines():
+    """With less memory, the best pipeline shards more."""
+    model = get_model("llama2_7b")
+    fixed = {"pipeline_stage": 2, "model_parallel": 1, "context_parallel": 1, "micro_batch_num": 8}
+    proposed = []
+    for gigabytes in (400, 75, 60):
+        device = dataclasses.replace(get_device("h100"), memory_gb=gigabytes)
+        result = plan(model, Cluster(device, 8), Job(32, precision="float32", fixed=fixed))
+        config = result.best.config
+        check_supported(config)
+        proposed.append((config.optimizer_shard, config.gradient_accumulation_shard))
+    assert proposed == [(0, False), (2, True), (3, False)]
+    assert "optimizer_shard 2, reduced per micro-batch" in Layouts.from_columns(
+        stage=2, data=4, level=2, reduces=1, micro_batches=8
+    ).describe(0)
 
 
 def ask(batch, **fixed):

@@ -42,10 +42,10 @@ def log_probabilities(model, ids, labels, mean):
     """Return the sums or means of the labels' log probabilities in each sequence, [rows, 2]."""
     mask = (torch.arange(LENGTH) < (ids != 0).sum(-1, keepdim=True)).long()
     logits = model(ids.flatten(0, 1), attention_mask=mask.flatten(0, 1)).logits[:, :-1]
-    own = labels.flatten(0, 1)[:, 1:]
-    result = torch.gather(logits.log_softmax(-1), 2, own.clamp(min=0)[..., None])[..., 0]
-    total = (result * (own >= 0)).sum(-1)
-    return (total / (own >= 0).sum(-1) if mean else total).view(-1, 2)
+    next_labels = labels.flatten(0, 1)[:, 1:]
+    result = torch.gather(logits.log_softmax(-1), 2, next_labels.clamp(min=0)[..., None])[..., 0]
+    total = (result * (next_labels >= 0)).sum(-1)
+    return (total / (next_labels >= 0).sum(-1) if mean else total).view(-1, 2)
 
 
 KINDS = [

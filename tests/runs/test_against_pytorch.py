@@ -54,9 +54,9 @@ def make_inputs(result, with_labels):
     """Return a batch in the form of the tasks' rows, with the next tokens as labels."""
     segments = np.arange(result["ids"].shape[-1]) < result["lengths"][..., None]
     labels = np.pad(result["labels"][..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=-100)
-    own = {"tokens": result["ids"], "segments": segments, "labels": labels}
-    own = own if with_labels else {name: own[name] for name in ("tokens", "segments")}
-    return {name: tf.constant(x.astype("int32")) for name, x in own.items()}
+    arrays = {"tokens": result["ids"], "segments": segments, "labels": labels}
+    arrays = arrays if with_labels else {name: arrays[name] for name in ("tokens", "segments")}
+    return {name: tf.constant(x.astype("int32")) for name, x in arrays.items()}
 
 
 @pytest.mark.parametrize("kind, smoothing", KINDS)

@@ -25,14 +25,14 @@ def place(tmp_path, monkeypatch):
 def read(place, name, rows, part="dev", *settings):
     """Return the records of a task that are read from rows, as lists of token ids by side."""
     (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = [f"data.{part}=rows.jsonl", f"data.length={LENGTH}", "data.longer=cut"]
+    settings_of_task = [f"data.{part}=rows.jsonl", f"data.length={LENGTH}", "data.longer=cut"]
     if name in ("chat", "preference"):
-        own += ["model.from=llama", "model.adapters=null"]
+        settings_of_task += ["model.from=llama", "model.adapters=null"]
     if name == "chat":
-        own.append("data.packed=false")
+        settings_of_task.append("data.packed=false")
     if name == "seq2seq":
-        own += ["tokenizer.folder=llama", "tokenizer.vocab_size=null"]
-    task = make_task(load_config(write_config(name, place), [*own, *settings]))
+        settings_of_task += ["tokenizer.folder=llama", "tokenizer.vocab_size=null"]
+    task = make_task(load_config(write_config(name, place), [*settings_of_task, *settings]))
     task.read(None if part == "dev" else part)
     return task.records[part]
 

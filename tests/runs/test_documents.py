@@ -95,15 +95,18 @@ def test_rejects_reading_options_for_token_shards(place, capsys):
     assert main([*prepare, "shards"]) == 0
     rows = [json.dumps({"content": f"one two {'three ' * n}"}) for n in range(1, 9)]
     (place / "dev.jsonl").write_text("\n".join(rows))
-    own = ["data.train=shards", "data.dev=shards"]
+    shard_settings = ["data.train=shards", "data.dev=shards"]
     for setting, message in (
         ("data.field=content", "`data.field` has no effect on folders of token shards"),
         ("data.documents=line", "pass --documents to `dtransformer prepare --lm`"),
         ("data.sentences=true", "shards was prepared without sentences"),
     ):
-        assert train(*own, setting, run="runs/prepared") == 2
+        assert train(*shard_settings, setting, run="runs/prepared") == 2
         assert message in capsys.readouterr().err
-    assert train(own[0], "data.dev=dev.jsonl", "data.field=content", run="runs/prepared") == 0
+    assert (
+        train(shard_settings[0], "data.dev=dev.jsonl", "data.field=content", run="runs/prepared")
+        == 0
+    )
     assert "Documents (dev): 8 with" in capsys.readouterr().out
 
 

@@ -70,8 +70,9 @@ def test_exported_classifier_accepts_batches_in_transformers(name, task, setting
     with torch.no_grad():
         inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
         logits = model(**inputs).logits.numpy()
-    own = load_run(f"runs/{name}").core({"tokens": ids, "attention_mask": mask.astype("int32")})
-    np.testing.assert_allclose(own, logits, rtol=0, atol=PARITY_LOGITS)
+    inputs = {"tokens": ids, "attention_mask": mask.astype("int32")}
+    run_logits = load_run(f"runs/{name}").core(inputs)
+    np.testing.assert_allclose(run_logits, logits, rtol=0, atol=PARITY_LOGITS)
 
 
 def test_padding_of_the_tokenizer_is_written(place):
@@ -91,16 +92,16 @@ def test_weights_are_exported_in_the_type_of_their_base(name, model, place):
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto")
     assert model.dtype == torch.bfloat16
     ids = np.arange(3, 13)[None]
-    own = load_run(f"runs/{name}").core(ids)
-    np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=3e-2)
+    logits = load_run(f"runs/{name}").core(ids)
+    np.testing.assert_allclose(from_pretrained(folder)(ids), logits, rtol=0, atol=3e-2)
 
 
 def test_export_uses_the_requested_type(place):
     folder = train("chat", place, "wide", ADAPTED, "export.dtype=float32")
     assert read_types(folder) == {"F32"}
     ids = np.arange(3, 13)[None]
-    own = load_run("runs/wide").core(ids)
-    np.testing.assert_allclose(from_pretrained(folder)(ids), own, rtol=0, atol=1e-5)
+    logits = load_run("runs/wide").core(ids)
+    np.testing.assert_allclose(from_pretrained(folder)(ids), logits, rtol=0, atol=1e-5)
 
 
 def test_export_rejects_unknown_types(place):

@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import importlib.util
+import pathlib
 import sys
 import types
 
@@ -10,8 +11,10 @@ import pytest
 
 from dtransformer.errors import InputError
 from dtransformer.models import CausalLM
+from dtransformer.parallel.collectives.objects import on_all
 from dtransformer.runs.lm_eval import harness_model
-from tests.runs.small_records import write
+from tests.runs.small_records import NUMBERS, write
+from tests.shared_runs import on_ranks
 
 MOST = 16
 
@@ -27,9 +30,8 @@ def folder(tmp_path_factory):
     return place / "llama"
 
 
-@pytest.fixture
-def harness(folder, monkeypatch):
-    """Model for the harness, with a plain base class if the package is not installed."""
+def make_harness(folder, monkeypatch):
+    """Return a model for the harness, with a plain base class if the package is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
             module = types.ModuleType(name)
@@ -37,6 +39,11 @@ def harness(folder, monkeypatch):
             monkeypatch.setitem(sys.modules, name, module)
         sys.modules["lm_eval.api.model"].LM = type("LM", (), {})
     return harness_model(folder, batch_size=2, max_length=MOST)
+
+
+@pytest.fixture
+def harness(folder, monkeypatch):
+    return make_harness(folder, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +56,8 @@ def reference(folder):
     def scores(ids, index):
         with torch.no_grad():
             table = model(torch.tensor(ids[None, :-1])).logits[0].double().log_softmax(-1).numpy()
-        own = table[np.arange(len(ids) - 1), ids[1:]][-index:]
-        return own.sum(), bool((table.argmax(-1)[-index:] == ids[1:][-index:]).all())
+        log_probabilities = table[np.arange(len(ids) - 1), ids[1:]][-index:]
+        return log_probabilities.sum(), bool((table.argmax(-1)[-index:] == ids[1:][-index:]).all())
 
     return scores
 
@@ -118,3 +125,33 @@ def test_reports_the_missing_package(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install lm_eval"):
         harness_model(folder)
+
+
+@on_ranks("dp2@2x1")
+def test_data_ranks_divide_the_requests_and_receive_all_results(folder, layout):
+    place = pathlib.Path(folder) / f"harness-{layout.name}"
+    (place / "llama").mkdir(parents=True, exist_ok=True)
+    write(place)
+    on_all(lambda: None, "written")
+    with pytest.MonkeyPatch.context() as patched:
+        harness = make_harness(place / "llama", patched)
+    pairs = [request("one and two?", f" {word}") for word in NUMBERS[:5]]
+    texts = [request(f"{word} and one") for word in NUMBERS[:3]]
+    prompts = [request(word, {"max_gen_toks": 3}) for word in NUMBERS[:3]]
+    expected = harness._score([harness._pair(*pair.args) for pair in pairs])
+    scores = harness.loglikelihood(pairs)
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
+    totals = [total for total, _ in scores]
+    assert totals == pytest.approx([total for total, _ in expected], rel=1e-5)
+    rolling = harness.loglikelihood_rolling(texts)
+    assert rolling == pytest.approx(harness._score_windows(texts), rel=1e-5)
+    assert harness.generate_until(prompts) == harness._generate(prompts)
+
+
+@on_ranks("mp2@1x2")
+def test_layouts_that_divide_the_network_are_refused(folder):
+    with (
+        pytest.raises(InputError, match="Remove all degrees except `data_parallel`"),
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        make_harness(folder, patched)

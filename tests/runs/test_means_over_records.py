@@ -41,10 +41,10 @@ def write_few_records(folder):
 def start(name, folder, *settings):
     """Return a task with random reference values, and its trainer."""
     path = write_config(name, folder)
-    own = [f"data.dev=few_{FILES[name]}.jsonl"]
+    data_settings = [f"data.dev=few_{FILES[name]}.jsonl"]
     if name == "preference":
-        own += ["model.from=llama", "model.adapters=null"]
-    task = make_task(load_config(path, [*own, *settings]))
+        data_settings += ["model.from=llama", "model.adapters=null"]
+    task = make_task(load_config(path, [*data_settings, *settings]))
     task.read()
     task.make_network()
     trainer = make_trainer(task, 1)

@@ -133,8 +133,8 @@ def test_words_have_character_offsets_labels_and_probabilities(trained, monkeypa
     probabilities = softmax(alone(task, "Ann Lee")[first])
     names = [task.config.data.labels[x] for x in probabilities.argmax(-1)]
     assert [word["label"] for word in result[2]] == names
-    own = [word["probability"] for word in result[2]]
-    np.testing.assert_allclose(own, probabilities.max(-1), atol=1e-6)
+    predicted = [word["probability"] for word in result[2]]
+    np.testing.assert_allclose(predicted, probabilities.max(-1), atol=1e-6)
     code, lines, _ = run(monkeypatch, capsys, *command, lines=["Ann\tLee"])
     assert lines == [f"Ann/{names[0]} Lee/{names[1]}"]
 
@@ -237,11 +237,11 @@ def test_exported_folder_predicts_as_its_run(place, monkeypatch, capsys):
         run(monkeypatch, capsys, "predict", *source, "--json")
         for source in (["--run", "runs/labels"], ["--model", "models/labels"])
     ]
-    for own, expected in zip(outputs[1][1], outputs[0][1], strict=True):
-        own, expected = json.loads(own)["words"], json.loads(expected)["words"]
-        assert [word["label"] for word in own] == [word["label"] for word in expected]
+    for line, expected in zip(outputs[1][1], outputs[0][1], strict=True):
+        line, expected = json.loads(line)["words"], json.loads(expected)["words"]
+        assert [word["label"] for word in line] == [word["label"] for word in expected]
         np.testing.assert_allclose(
-            [word["probability"] for word in own],
+            [word["probability"] for word in line],
             [word["probability"] for word in expected],
             atol=1e-6,
         )
@@ -263,9 +263,9 @@ def test_exported_classifier_keeps_its_labels(place, capsys):
     assert main([*command, "--run", "runs/bert"]) == 0
     expected = capsys.readouterr().out.splitlines()
     assert main([*command, "--model", "models/bert"]) == 0
-    for own, line in zip(capsys.readouterr().out.splitlines(), expected, strict=True):
-        own, line = (json.loads(x)["probabilities"] for x in (own, line))
-        assert own == pytest.approx(line, abs=1e-6)
+    for exported_line, line in zip(capsys.readouterr().out.splitlines(), expected, strict=True):
+        exported_line, line = (json.loads(x)["probabilities"] for x in (exported_line, line))
+        assert exported_line == pytest.approx(line, abs=1e-6)
 
 
 @pytest.mark.parametrize(

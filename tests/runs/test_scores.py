@@ -69,12 +69,12 @@ def test_retrieval_matches_sorted_similarities(seed):
     texts = rng.normal(size=(30, 8))[ids] * 3  # equal texts have equal vectors
     queries = texts + 4 * rng.normal(size=texts.shape)
     ranks = []
-    for query, own in zip(queries, ids):
+    for query, text_id in zip(queries, ids):
         cosines = {}
         for text, index in zip(texts, ids):
             cosines[index] = query @ text / np.linalg.norm(query) / np.linalg.norm(text)
         ranked = sorted(cosines, key=cosines.get, reverse=True)
-        ranks.append(ranked.index(own) + 1)
+        ranks.append(ranked.index(text_id) + 1)
     result = retrieval(queries, texts, ids)
     for k in (1, 5, 10):
         assert result[f"recall@{k}"] == pytest.approx(np.mean([rank <= k for rank in ranks]))

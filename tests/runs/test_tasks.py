@@ -23,8 +23,6 @@ from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
 from dtransformer.runs.tasks import documents, load_run, make_task
 from dtransformer.runs.tasks.classification import label_name
-from dtransformer.runs.tasks.embedding import Embedding
-from dtransformer.runs.tasks.reward import Reward
 from tests.runs.small_records import CONFIGS, write, write_config
 
 OTHERS = [name for name in CONFIGS if name not in ("gpt", "chat", "preference")]
@@ -97,8 +95,8 @@ def test_adapters_are_merged_or_exported_separately(place, chatted):
         run = ["--run", f"runs/{merge}"]
         assert main(["train", "--config", str(path), *run, "--set", *settings]) == 0
     tokens = np.arange(3, 11, dtype="int32")[None]
-    own = load_run("runs/true").network(tokens)
-    np.testing.assert_allclose(from_pretrained("models/chat-true")(tokens), own, atol=1e-5)
+    logits = load_run("runs/true").network(tokens)
+    np.testing.assert_allclose(from_pretrained("models/chat-true")(tokens), logits, atol=1e-5)
     assert (place / "models/chat-false/adapter_config.json").is_file()
 
 
@@ -122,8 +120,8 @@ def test_stopped_chat_resumes_bit_for_bit(place, chatted, stop):
     assert main([*command, "--set", *settings, f"training.max_steps={stop}"]) == 0
     assert main([*command, "--resume", "--set", *settings]) == 0
     weights = [load_run(name).network.get_weights() for name in ("runs/whole", run)]
-    for expected, own in zip(*weights, strict=True):
-        np.testing.assert_array_equal(own, expected)
+    for expected, value in zip(*weights, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 def test_preference_model_starts_equal_to_the_reference(place, chatted, capsys):
@@ -144,8 +142,8 @@ def test_preference_model_starts_equal_to_the_reference(place, chatted, capsys):
     # The chat run's adapters are merged before the new ones are added.
     _, beside = opened("runs/chat", "float32", "runs/preference/adapters")
     tokens = np.arange(3, 11, dtype="int32")[None]
-    own = load_run("runs/preference").core(tokens)
-    np.testing.assert_allclose(beside(tokens), own, atol=1e-5)
+    logits = load_run("runs/preference").core(tokens)
+    np.testing.assert_allclose(beside(tokens), logits, atol=1e-5)
 
 
 def test_unrelated_answers_of_kto_are_those_of_the_record_before(place):
@@ -368,9 +366,9 @@ def test_simultaneous_evaluations_use_different_folders(place, monkeypatch):
     """Token shards are written to temporary folders. Existing folders stay."""
     if not (place / "runs/gpt").exists():
         train("gpt", place)
-    theirs = place / "runs/gpt.evaluated"
-    theirs.mkdir()
-    (theirs / "notes").write_text("")
+    other_folder = place / "runs/gpt.evaluated"
+    other_folder.mkdir()
+    (other_folder / "notes").write_text("")
     before, folders = sorted((place / "runs").iterdir()), []
     write = documents.write_token_shards
     note = lambda texts, tokenizer, folder, **options: [
@@ -381,16 +379,7 @@ def test_simultaneous_evaluations_use_different_folders(place, monkeypatch):
     for _ in range(2):
         evaluate_run("runs/gpt", ["text.txt"])
     assert len(set(folders)) == 2 and sorted((place / "runs").iterdir()) == before
-    assert (theirs / "notes").exists()
-
-
-def test_embedding_rejects_explicit_negatives():
-    with pytest.raises(InputError, match="here: negative is not supported"):
-        Embedding.texts(None, {"query": "a", "positive": "b", "negative": "c"}, "here")
-    for wrong in ("high", "", True, [], {}):
-        with pytest.raises(InputError, match="here: `margin` must be a finite number"):
-            Reward.target(None, {"margin": wrong}, "here")
-    assert Reward.target(None, {"margin": None}, "here") == Reward.target(None, {}, "here")
+    assert (other_folder / "notes").exists()
 
 
 def test_targets_have_a_position_for_the_start_token(place, monkeypatch, capsys):

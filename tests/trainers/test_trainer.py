@@ -14,6 +14,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.compile_checks import check_network
 from dtransformer.trainers.data import peek
+from dtransformer.trainers.engines.base import ForwardStep, LocalEngine
 from dtransformer.trainers.optimizer.checks import check_constraints
 from dtransformer.trainers.row_sharding import RowSharding
 from harness.quick import calls_of_traces
@@ -195,10 +196,24 @@ def test_batch_normalization_on_several_data_shards_raises_an_error(monkeypatch)
         [keras.Input((3,)), keras.layers.BatchNormalization(name="the_norm")]
     )
     monkeypatch.setattr(job, "data_shard", lambda: (0, 2))
-    with pytest.raises(ValueError, match="the_norm.*LayerNormalization"):
+    with pytest.raises(ValueError, match="the_norm.*synchronized=True.*LayerNormalization"):
+        check_network(network)
+    network.layers[-1].synchronized = True
+    check_network(network)
+    monkeypatch.setattr(job, "mesh", lambda: "a mesh")
+    with pytest.raises(ValueError, match="2 replicas of a mesh.*optimizer_shard=3"):
         check_network(network)
     network.layers[-1].trainable = False
     check_network(network)
+
+
+def test_xla_with_batch_normalization_on_data_ranks_raises_an_error(monkeypatch):
+    layers = [keras.Input((3,)), keras.layers.BatchNormalization(synchronized=True)]
+    engine = LocalEngine(ForwardStep(keras.Sequential(layers)), jit_compile=True)
+    engine.build(None)
+    monkeypatch.setattr(job, "data_shard", lambda: (0, 2))
+    with pytest.raises(ValueError, match="synchronized BatchNormalization.*jit_compile='auto'"):
+        engine.build(None)
 
 
 def test_constraints_on_a_mesh_raise_an_error(monkeypatch):
@@ -248,7 +263,7 @@ def test_training_and_validation_data_may_have_different_sharding(monkeypatch):
         "from_data",
         lambda data, shard=None: RowSharding(is_global=isinstance(data, np.ndarray)),
     )
-    monkeypatch.setattr(RowSharding, "local_rows", lambda self, batch: batch)
+    monkeypatch.setattr(RowSharding, "local_rows", lambda self, batch, num_parts=1: batch)
     trainer = Trainer(dense_network())
     trainer.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
@@ -312,6 +327,18 @@ def test_unknown_save_options_raise_an_error(tmp_path):
     with pytest.raises(ValueError, match="replicas"):
         trainer.save(tmp_path / "x.keras", replicas=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("error:You are saving a model")
+def test_keras_file_of_a_trained_trainer_is_saved_without_warnings(tmp_path):
+    trainer = dense_trainer()
+    trainer.fit(*points(), verbose=0)
+    trainer.save(tmp_path / "x.keras")
+    loaded = keras.saving.load_model(tmp_path / "x.keras")
+    inputs = points()[0]
+    np.testing.assert_array_equal(
+        loaded.predict(inputs, verbose=0), trainer.predict(inputs, verbose=0)
+    )
 
 
 def test_averaged_weights_before_the_first_step():

@@ -54,6 +54,7 @@ def with_dependency(value: tf.Tensor, y: tf.Tensor | None) -> tf.Tensor:
 
 
 _global_names = Scoped("global_collective_names", False)
+_traced_graphs = Scoped("traced_graphs")
 
 # Maps dtypes that Horovod lacks to dtypes of the same width.
 _BITCAST_DTYPES = {"bfloat16": "uint16"}
@@ -263,8 +264,27 @@ def global_names() -> contextlib.AbstractContextManager:
     return _global_names.set(True)
 
 
+def recording_graphs(graphs: dict) -> contextlib.AbstractContextManager:
+    """Record the graphs of functions that are traced with collectives in the `with` block.
+
+    Args:
+        graphs: Dict to fill. Keys are `tf.Graph`s of outermost functions, and values are `None`.
+    """
+    return _traced_graphs.set(graphs)
+
+
+def _record_graph():
+    if _traced_graphs.get() is None or tf.executing_eagerly():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph.outer_graph, type(graph)):
+        graph = graph.outer_graph
+    _traced_graphs.get()[graph] = None
+
+
 def _run(operation, x, group, name, **options):
     """Run a Horovod operation, which pairs ranks by name and group."""
+    _record_graph()
     key = {"ignore_name_scope": _global_names.get()}
     key |= {"name": name, "process_set": group.process_set}
     # NCCL does not accept two ranks on one GPU, so logical GPUs communicate over the host.

@@ -179,8 +179,9 @@ class TransformerOpParallelConfig(validators.Checked):
         parallel_optimizer_threshold: Float. Weights with fewer KB stay replicated. Defaults to `64`.
         parallel_optimizer_exclude: Tuple of regular expressions of paths that stay replicated. Defaults
             to `()`.
-        gradient_accumulation_shard: Boolean. Whether to accumulate the gradients of micro-batches in
-            shards, at levels 2 and 3. This sends gradients per micro-batch. Defaults to `False`.
+        gradient_accumulation_shard: Boolean. Whether every micro-batch reduces its gradients, so that
+            level 2 accumulates shards. `False` accumulates full gradients and reduces them once per
+            step. Level 3 always accumulates shards. Defaults to `False`.
         gradient_dtype: String. Type of gradients sent between data-parallel ranks: `"float32"`,
             `"float16"` or `"bfloat16"`. Defaults to `"float32"`.
         gradient_aggregation_group: Integer. Number of gradient buckets, reduced one by one. Defaults to

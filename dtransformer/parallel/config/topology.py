@@ -158,7 +158,7 @@ class Topology:
         return " · ".join(axes) or "one rank"
 
 
-def divisors(number: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     """Return the divisors of a number, in ascending order.
 
     Example:
@@ -166,5 +166,5 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
-    return sorted({*small, *(number // i for i in small)})
+    small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})

@@ -104,14 +104,6 @@ class Checked:
         object.__setattr__(self, name, checked_value(type(self), name, value))
 
 
-# Fields whose work each pipeline stage would repeat for every micro-batch.
-_PIPELINE_CONFLICTS = {
-    "optimizer_shard": "Every weight would be gathered twice for each micro-batch. Use level 2, which "
-    "shards gradients and optimizer states.",
-    "gradient_accumulation_shard": "Gradients would be sent for each micro-batch. Leave it False.",
-}
-
-
 def check_supported(config, local_devices: int = 1) -> None:
     """Check that the fields of a config work together.
 
@@ -149,16 +141,11 @@ def check_supported(config, local_devices: int = 1) -> None:
         _check_ulysses_shards(config)
     if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
         degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"
-        for name, value in settings_without_chunks(config).items():
-            raise ValueError(
-                f"`{name}={value}` does not work with `{degree}={getattr(config, degree)}`. "
-                f"{_PIPELINE_CONFLICTS[name]}"
-            )
         if any("data" in axes for axes in (config.layout_map or {}).values()):
             raise ValueError(
                 f"`layout_map` shards weights over the axis 'data', which does not work with "
-                f"`{degree}={getattr(config, degree)}`: every weight would be gathered twice for each "
-                "micro-batch. Use 'model' or None in `layout_map`."
+                f"`{degree}={getattr(config, degree)}`: a stage would store the gathered weights of "
+                "every micro-batch. Use 'model' or None in `layout_map`."
             )
         schedules.check(
             config.pipeline_schedule,
@@ -191,12 +178,6 @@ def _check_ulysses_shards(config):
             f"`context_parallel={config.context_parallel}`. Change one of them, or set "
             "`ulysses_shards` to None."
         )
-
-
-def settings_without_chunks(config) -> dict:
-    """Return a dict of the config's settings that no pipeline supports, even with one stage."""
-    refused = {"optimizer_shard": 3, "gradient_accumulation_shard": True}
-    return {x: refused[x] for x in _PIPELINE_CONFLICTS if getattr(config, x) == refused[x]}
 
 
 def check_joined(config, topology, placement) -> None:

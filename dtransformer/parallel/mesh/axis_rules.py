@@ -145,6 +145,11 @@ def override_rules(rows: Mapping[str, str | None]) -> contextlib.AbstractContext
     return _overrides.set(types.MappingProxyType({**_overrides.get(), **rows}))
 
 
+def current_overrides() -> Mapping[str, str | None]:
+    """Return the entries of the rules that `override_rules` replaced."""
+    return _overrides.get()
+
+
 def decoding_rules() -> dict[str, None]:
     """Return the rules to override for decoding, which replicates all rows and positions."""
     sharded = [name for name in LOGICAL_AXES if mesh_axis(name) == "context"]

@@ -10,6 +10,7 @@ from dtransformer.parallel.pipeline_parallel.stage_assignment import has_outputs
 from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
+from dtransformer.parallel.zero.gather import unsharding
 
 
 class ForwardPass:
@@ -73,7 +74,8 @@ class ForwardPass:
         return zeros_like(dataflow.outputs), new_states
 
     def _compute(self, chunk, inputs, state):
-        outputs, state = self._function(inputs, state)
+        with unsharding(self._name):
+            outputs, state = self._function(inputs, state)
         is_last = chunk == job.placement().last_chunk
         return self.devices.replicate(outputs) if is_last else None, state
 

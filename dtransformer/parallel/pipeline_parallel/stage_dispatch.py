@@ -13,8 +13,10 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.stage_assignment import check_here
+from dtransformer.parallel.recompute.recompute import requested
 from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+from dtransformer.parallel.zero.gather import read_copy
 
 # Layers of another stage return placeholder outputs during tracing.
 
@@ -145,6 +147,7 @@ def dispatch(
     Raises:
         RuntimeError: If another stage has the layer and no view is active.
     """
+    compute = requested(layer, compute)
     # Keras only asks for shapes here.
     if layer.pipeline_stage is None or _compat.in_symbolic_scope():
         return compute(*args, **kwargs)
@@ -199,7 +202,7 @@ class ChunkView:
                 _compat.with_mask(flat[i], mask)
         if self.chunk in self._dataflow.get_copy_chunks(layer):
             for i, weight in layer.weight_outputs.items():
-                flat[i] = tf.convert_to_tensor(getattr(layer, weight))
+                flat[i] = read_copy(getattr(layer, weight))
         return tf.nest.pack_sequence_as(results, flat)
 
     def _keep_sent(self, layer, name, results, args, kwargs):

@@ -23,7 +23,8 @@ from dtransformer.parallel.tensor_parallel.embedding import tied_kernel
 from dtransformer.parallel.tensor_parallel.linear import get_inner_length_axis, matmul
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
-from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
+from dtransformer.parallel.zero.gather import copied_variable
+from dtransformer.parallel.zero.units import is_gathered
 
 MAX_LOGIT_BYTES = 2**28  # Float32 logits of a chunk on a device.
 # Assumed number of tokens of a batch with an unknown size.
@@ -63,7 +64,7 @@ def attach_product(
     """Return the logits with their `HeadProduct`, if they can be computed in chunks.
 
     They cannot in eager mode, if the sequence is sharded in products (context parallelism), or if
-    the kernel has a low-rank adapter, is unsharded for use, or has a deferred gradient.
+    the kernel has a low-rank adapter, is all-gathered for use, or has a deferred gradient.
 
     Args:
         logits: Tensor of shape `[..., V']`.
@@ -71,7 +72,7 @@ def attach_product(
         kernel: Tensor or variable of shape `[h, V']`, or `[V', h]` if `is_tied`.
         is_tied: Boolean, whether the kernel is an embedding table.
     """
-    is_special = is_unsharded_for_use(kernel) or is_split(kernel) or get_low_rank(kernel)
+    is_special = is_gathered(copied_variable(kernel)) or is_split(kernel) or get_low_rank(kernel)
     if tf.executing_eagerly() or is_special:
         return logits
     kernel = tf.convert_to_tensor(kernel)

@@ -28,6 +28,7 @@ from dtransformer.parallel.tensor_parallel.linear import (
     sum_partial,
 )
 from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.zero.units import run_product
 
 
 def padded_vocab_size(vocab_size: int) -> int:
@@ -129,8 +130,12 @@ def tied_logits(x: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
     """
     if not trace.is_on_mesh():
         return matmul(x, table, transpose_kernel=True)
-    (logits,) = column_parallel(x, [tied_kernel(table)], ("vocab",))
-    return logits
+
+    def multiply(x, table):
+        (logits,) = column_parallel(x, [tied_kernel(table)], ("vocab",))
+        return logits
+
+    return run_product(multiply, x, table)
 
 
 def tied_kernel(table: tf.Tensor) -> tf.Tensor:

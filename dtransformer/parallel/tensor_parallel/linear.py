@@ -35,7 +35,7 @@ from dtransformer.parallel.ops.split_backward import is_split, product
 from dtransformer.parallel.recompute.recompute import keep_for_recompute
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
-from dtransformer.parallel.zero.units import run_product
+from dtransformer.parallel.zero.units import is_unit, run_product
 
 
 def get_length_axis(shape: Iterable[int | None]) -> str | None:
@@ -171,7 +171,15 @@ def _columns(x, kernels, axes):
     """Return the products without low-rank adapters. See `column_parallel`."""
     if not trace.is_on_mesh():
         return [matmul(x, kernel) for kernel in kernels]
-    ys = _column_parallel(_as_sequences(x, 1), kernels, axes)
+    sequences = _as_sequences(x, 1)
+
+    def multiply(x, kernel):
+        return _column_parallel(x, [kernel], axes)[0]
+
+    if is_unit(kernels):
+        ys = [run_product(multiply, sequences, kernel) for kernel in kernels]
+    else:
+        ys = _column_parallel(sequences, kernels, axes)
     return [_like_inputs(y, x, 1) for y in ys]
 
 
@@ -232,7 +240,11 @@ def _rows(x, kernel, axes):
     """Return the product without a low-rank adapter. See `row_parallel`."""
     if not trace.is_on_mesh():
         return matmul(x, kernel, len(axes))
-    y = _row_parallel(_as_sequences(x, len(axes)), kernel, axes)
+
+    def multiply(x, kernel):
+        return _row_parallel(x, kernel, axes)
+
+    y = run_product(multiply, _as_sequences(x, len(axes)), kernel)
     return _like_inputs(y, x, len(axes))
 
 

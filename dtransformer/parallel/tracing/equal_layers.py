@@ -24,16 +24,17 @@ def signature(layer: keras.layers.Layer) -> tuple:
     """Return a hashable value that is the same for layers with the same computation.
 
     The layers and all their sublayers must have the same types, the same configs except for names,
-    the same types of random layers, and weights of the same shape, dtype and trainability. They
-    must be traced in the same context, see `context_signature`. Names, values of weights and ids
-    of random layers may differ.
+    the same types of random layers, the same recompute, and weights of the same shape, dtype and
+    trainability. They must be traced in the same context, see `context_signature`. Names, values
+    of weights and ids of random layers may differ.
     """
     inner = _compat.flat_layers(layer)
     configs = [{**sublayer.get_config(), "name": None} for sublayer in inner]
+    remat_modes = tuple(map(_compat.get_remat_mode, inner))
     return (
         context_signature(),
         tuple(map(type, inner)),
-        repr(configs),
+        repr((configs, remat_modes)),
         tuple((tuple(w.shape), w.dtype, w.trainable) for w in layer.variables),
         tuple(map(type, random_layers(inner))),
     )

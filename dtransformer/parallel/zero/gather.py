@@ -61,6 +61,7 @@ class Unsharding:
         output_gradients: Dict from units to the gradient of the unit's output.
         scattered_gradients: Dict from units to the list of the weights' reduced gradients.
         units: Dict of traced units, see `units.run_block`.
+        copies: Dict from names of tensors to variables, see `read_copy`.
     """
 
     def __init__(self, name: str, keeps: bool = False):
@@ -72,6 +73,7 @@ class Unsharding:
         self.output_gradients = {}
         self.scattered_gradients = {}
         self.units = {}
+        self.copies = {}
         self._values = {}
         self._num_uses = {}
 
@@ -128,6 +130,28 @@ class Unsharding:
 def local_shard(variable: keras.Variable) -> tf.Tensor:
     """Return the local shard of a variable in the compute dtype of the current layer."""
     return _compat.autocast(variable, tf.convert_to_tensor(variable.shards[0].value))
+
+
+def read_copy(variable: keras.Variable) -> tf.Tensor:
+    """Return the value of a variable that another layer passes to a product.
+
+    The product is a unit of the variable, so the value is not stored until the backward pass.
+    """
+    value = tf.convert_to_tensor(variable)
+    if current_unsharding() is not None:
+        current_unsharding().copies[value.name] = variable
+    return value
+
+
+def copied_variable(kernel: tf.Tensor | keras.Variable) -> tf.Tensor | keras.Variable:
+    """Return the variable of a tensor from `read_copy`, possibly cast. Return others unchanged."""
+    copies = getattr(current_unsharding(), "copies", None)
+    source = kernel
+    while copies and isinstance(source, tf.Tensor):
+        if source.name in copies:
+            return copies[source.name]
+        source = source.op.inputs[0] if source.op.type == "Cast" else None
+    return kernel
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.config.config import TransformerRecomputeConfig
 from dtransformer.parallel.ops.custom_gradient import custom_gradient, delay_seed, depend_on
+from dtransformer.parallel.ops.split_backward import not_splitting_backward
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import is_collecting
 from dtransformer.parallel.tracing.dropout_seed import current_dropout_seed, dropout_seed
@@ -37,6 +38,7 @@ from dtransformer.parallel.tracing.two_passes import TwoPasses
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.zero.gather import (
     all_gather,
+    copied_variable,
     current_unsharding,
     full_trained_value,
     inside_unit,
@@ -52,8 +54,14 @@ def is_unit(weights: list[keras.Variable]) -> bool:
         unsharding is not None
         and not unsharding.keeps
         and not tf.executing_eagerly()
-        and any(map(is_unsharded_for_use, weights))
+        and any(map(is_gathered, weights))
     )
+
+
+def is_gathered(weight: tf.Tensor | keras.Variable) -> bool:
+    """Return whether a computation all-gathers a weight over data ranks, itself or on its mesh."""
+    specs = getattr(weight, "specs", None)
+    return is_unsharded_for_use(weight) or specs != getattr(weight, "specs_in_use", None)
 
 
 def start_unit(x: tf.Tensor, weights: list[keras.Variable]) -> None:
@@ -75,11 +83,15 @@ def run_product(function: Callable, x: tf.Tensor, kernel: tf.Tensor | keras.Vari
         x: Tensor.
         kernel: Tensor or Keras variable.
     """
-    if not trace.is_training_step() or not is_unit([kernel]):
+    variable = copied_variable(kernel)
+    if not trace.is_training_step() or not is_unit([variable]):
         return function(x, kernel)
-    weights = UnitWeights([kernel], {id(kernel): local_shard(kernel)})
+    is_flat = is_unsharded_for_use(variable)
+    weights = UnitWeights(
+        [variable], {id(variable): local_shard(variable).dtype} if is_flat else {}
+    )
     seed = current_dropout_seed()
-    unit = Unit(lambda inputs, _: function(*inputs, kernel), [x], [seed], weights)
+    unit = Unit(lambda inputs, _: function(*inputs, variable), [x], [seed], weights)
     (result,) = unit.run([x], [seed], weights)
     return result
 
@@ -136,37 +148,41 @@ class UnitWeights:
 
     Args:
         variables: List of Keras variables.
-        shards: Dict from ids of the sharded variables to local shards in the compute dtype.
+        dtypes: Dict from ids of the sharded variables to the dtypes of computations.
 
     Attributes:
         variables: List of Keras variables.
         stored: List of tensors, one per variable: the local shard, or the value if it is not
-            sharded.
+            sharded. They share the memory of the variable.
         specs: List of the `tf.TensorSpec`s of the full values.
     """
 
-    def __init__(self, variables: list[keras.Variable], shards: dict[int, tf.Tensor]):
+    def __init__(self, variables: list[keras.Variable], dtypes: dict[int, tf.DType]):
         self.variables = variables
         self.stored = []
         self.specs = []
         self._names = []  # Names of the collectives, or None.
         for variable in variables:
-            is_sharded = id(variable) in shards
-            stored = shards[id(variable)] if is_sharded else full_trained_value(variable)
+            is_sharded = id(variable) in dtypes
+            if is_sharded:
+                stored = tf.convert_to_tensor(variable.shards[0].value)
+            else:
+                stored = full_trained_value(variable)
             self.stored.append(stored)
-            self.specs.append(tf.TensorSpec(variable.shape, stored.dtype))
+            dtype = dtypes.get(id(variable), stored.dtype)
+            self.specs.append(tf.TensorSpec(variable.shape, dtype))
             unsharding = current_unsharding()
             self._names.append(unsharding.next_name(variable.path) if is_sharded else None)
 
     @classmethod
     def from_layer(cls, layer: keras.layers.Layer) -> "UnitWeights":
         """Return the weights of a layer and its sublayers, each in its layer's compute dtype."""
-        shards = {}
+        dtypes = {}
         for sublayer in _compat.flat_layers(layer):  # Sublayers follow the layer.
             with _compat.autocast_scope(sublayer):
                 for variable in filter(is_unsharded_for_use, sublayer.variables):
-                    shards[id(variable)] = local_shard(variable)
-        return cls(layer.variables, shards)
+                    dtypes[id(variable)] = local_shard(variable).dtype
+        return cls(layer.variables, dtypes)
 
     def gather(
         self, stored: list[tf.Tensor], wait_for: list[tf.Tensor], suffix: str = ""
@@ -179,9 +195,10 @@ class UnitWeights:
             suffix: String. End of the collectives' names. Defaults to `""`.
         """
         values = []
-        for variable, value, name in zip(self.variables, stored, self._names):
+        for variable, value, name, spec in zip(self.variables, stored, self._names, self.specs):
             if name is not None:
-                value = all_gather(variable, value, f"{name}{suffix}", wait_for)
+                shard = tf.cast(value, spec.dtype)
+                value = all_gather(variable, shard, f"{name}{suffix}", wait_for)
             values.append(value)
         return values
 
@@ -222,7 +239,7 @@ class Unit:
             scope = StateScope(collect_losses=True, records_seeds=True)
             for variable, value in zip(weights.variables, values):
                 scope.state_mapping[id(variable)] = value  # Keras would cast to the storage dtype.
-            with dropout_seed(seed):
+            with dropout_seed(seed), not_splitting_backward():
                 return self.effects.trace(lambda: function(inputs, others), scope)
 
         trainable = [variable.trainable for variable in weights.variables]

@@ -1,5 +1,8 @@
 """Embedding: train vectors of texts, similar for texts that belong together."""
 
+import itertools
+from collections.abc import Sequence
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -7,7 +10,7 @@ import tensorflow as tf
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import get_text
 from dtransformer.datasets.skipped_records import warn_skipped
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, short_repr
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
@@ -21,49 +24,68 @@ from dtransformer.runs.tasks.classification import LabelTask
 class InBatchLoss(keras.losses.Loss):
     """Cross-entropy of each query's positive text among all texts of the global batch.
 
-    Similarities are cosines divided by the temperature. A text is not a negative of a query if it
-    equals the query or its positive text, or belongs to an equal query.
+    Similarities are cosines divided by the temperature. The texts are the positive texts and, if the
+    records have any, the negative texts of all records. A text is not a negative of a query if it
+    equals the query or its positive text, or if it is the positive text of an equal query.
 
     Call arguments:
-        y_true: Float tensor [b, 2]. Text ids of the query and of its positive text. Equal texts have
-            equal ids. Rows of padding have ids of 0.
-        y_pred: Float tensor [b, 2, h]. Vectors of the query and of its positive text.
+        y_true: Float tensor [b, k]. Text ids of the query, its positive text, and its k - 2 negative
+            texts. Equal texts have equal ids. Missing texts and rows of padding have ids of 0.
+        y_pred: Float tensor [b, k, h]. Vectors of the texts.
 
     Output shape:
         [b]
 
-    Reference: van den Oord et al., 2018, "Representation learning with contrastive predictive coding",
-    arXiv 1807.03748; Gao et al., 2021, "SimCSE", arXiv 2104.08821.
+    References:
+
+    - [van den Oord et al., 2018](https://arxiv.org/abs/1807.03748), "Representation learning with
+      contrastive predictive coding"
+    - [Gao et al., 2021](https://arxiv.org/abs/2104.08821), "SimCSE"
+    - [Kusupati et al., 2022](https://arxiv.org/abs/2205.13147), "Matryoshka representation learning"
 
     Args:
         temperature: Float. Similarities are divided by it.
+        dimensions: List of integers. The losses of the first n features are summed for each n.
+            Defaults to `()`, which uses all features.
     """
 
     weights_epoch_means = True
 
-    def __init__(self, temperature: float = 0.05):
+    def __init__(self, temperature: float = 0.05, dimensions: Sequence[int] = ()):
         super().__init__("in_batch", "mean_with_sample_weight")
         self.temperature = temperature
+        self.dimensions = tuple(dimensions)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        vectors = tf.math.l2_normalize(y_pred, axis=-1)
+        dimensions = self.dimensions or (y_pred.shape[-1],)
+        return tf.add_n([self._nll(y_true, y_pred[..., :size]) for size in dimensions])
+
+    def _nll(self, ids, vectors):
+        vectors = tf.math.l2_normalize(vectors, axis=-1)
         queries = vectors[:, 0]
-        texts = vectors[:, 1]
-        ids = y_true
-        positive = tf.reduce_sum(queries * texts, axis=-1) / self.temperature
-        if job.data_shard()[1] > 1:
-            group = job.data_parallel_group()
-            texts, ids = (collectives.all_gather(x, group=group) for x in (texts, ids))
-        texts = constrain(texts, (None, None))
-        ids = constrain(ids, (None, None))
-        scores = tf.matmul(queries, texts, transpose_b=True) / self.temperature
+        positive = tf.reduce_sum(queries * vectors[:, 1], axis=-1) / self.temperature
         # Slices keep the dimension, because DTensor crashes if a vector is expanded.
-        query = y_true[:, :1]
-        text = y_true[:, 1:]
-        is_equal = (ids[:, 1] == text) | (ids[:, 1] == query) | (ids[:, 0] == query)
-        is_masked = tf.cast(is_equal | (ids[:, 1] == 0), scores.dtype)
-        negatives = tf.reduce_logsumexp(scores - 1e9 * is_masked, axis=-1)
+        query = ids[:, :1]
+        text = ids[:, 1:2]
+        query_ids = _all_rows(ids[:, :1])[:, 0]
+        scores = []
+        for side in range(1, vectors.shape[1]):
+            texts = _all_rows(vectors[:, side])
+            text_ids = _all_rows(ids[:, side : side + 1])[:, 0]
+            is_excluded = (text_ids == text) | (text_ids == query) | (text_ids == 0)
+            if side == 1:
+                is_excluded |= query_ids == query
+            similarities = tf.matmul(queries, texts, transpose_b=True) / self.temperature
+            scores.append(similarities - 1e9 * tf.cast(is_excluded, similarities.dtype))
+        negatives = tf.reduce_logsumexp(tf.concat(scores, axis=1), axis=-1)
         return tf.math.softplus(negatives - positive)
+
+
+def _all_rows(x):
+    """Return the rows [b, n] of all data ranks, replicated on a mesh."""
+    if job.data_shard()[1] > 1:
+        x = collectives.all_gather(x, group=job.data_parallel_group())
+    return constrain(x, (None, None))
 
 
 class Embedding(LabelTask):
@@ -74,13 +96,18 @@ class Embedding(LabelTask):
     command = "embed --run {} < FILE > vectors.npy"
 
     def texts(self, record, place) -> list[str]:
-        for name in ("negative", "negatives"):
-            if record.get(name) is not None:
-                raise InputError(
-                    f"{place}: {name} is not supported, because the other texts of the batch are the "
-                    "negatives. Remove it."
-                )
-        return [get_text(record, name, place) for name in ("query", "positive")]
+        texts = [get_text(record, name, place) for name in ("query", "positive")]
+        if record.get("negative") is not None:
+            texts.append(get_text(record, "negative", place))
+        return texts + self._listed_negatives(record, place)
+
+    def _listed_negatives(self, record, place):
+        negatives = record.get("negatives") or []
+        if not isinstance(negatives, list):
+            raise InputError(
+                f"{place}: `negatives` must be a list of texts, got {short_repr(negatives)}."
+            )
+        return [get_text({"negatives": text}, "negatives", place) for text in negatives]
 
     def read(self, part: str | None = None) -> None:
         shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
@@ -93,17 +120,31 @@ class Embedding(LabelTask):
         super().read(part)
 
     def encode(self, records):
-        texts = [text for place, record in records for text in self.texts(record, place)]
-        rows = self.encode_whole(texts)
-        return list(zip(rows[::2], rows[1::2])), None
+        groups = [self.texts(record, place) for place, record in records]
+        sequences = iter(self.encode_whole(list(itertools.chain.from_iterable(groups))))
+        missing = ([], [])  # Records may have fewer negative texts than others.
+        rows = []
+        for group in groups:
+            row = list(itertools.islice(sequences, len(group)))
+            rows.append(row + [missing] * (self._num_texts - len(group)))
+        return rows, None
 
     def _encode_part(self, name, sources):
+        placed = itertools.chain.from_iterable(sources)
+        self._num_texts = max(len(self.texts(record, place)) for place, record in placed)
         records, sizes = super()._encode_part(name, sources)
-        texts = [records.sequence(0, i)[0].tobytes() for i in range(records.lengths.size)]
+        texts = [
+            records.sequence(i, side)[0].tobytes()
+            for i in range(len(records))
+            for side in range(self._num_texts)
+        ]
         distinct, ids = np.unique(np.array(texts, object), return_inverse=True)
-        records.targets = np.float32(ids.reshape(-1, 2) + 1)
+        has_text = (records.lengths > 0).ravel()
+        records.targets = np.float32(np.where(has_text, ids + 1, 0).reshape(-1, self._num_texts))
+        num_texts = int(has_text.sum())
+        num_distinct = len(distinct) - (not has_text.all())
         message = "texts repeat another text: in a batch, equal texts are not negatives"
-        warn_skipped(f"Records ({name})", len(ids) - len(distinct), len(ids), message)
+        warn_skipped(f"Records ({name})", num_texts - num_distinct, num_texts, message)
         return records, sizes
 
     def encode_inputs(self, records):
@@ -117,7 +158,11 @@ class Embedding(LabelTask):
     def score_dev(self, trainer) -> dict[str, float]:
         vectors = self.predictions(trainer, "dev")
         ids = np.unique(self.records["dev"].targets[:, 1], return_inverse=True)[1]
-        return retrieval(vectors[:, 0], vectors[:, 1], ids)
+        scores = retrieval(vectors[:, 0], vectors[:, 1], ids)
+        for size in self.config.training.matryoshka:
+            part = retrieval(vectors[:, 0, :size], vectors[:, 1, :size], ids)
+            scores[f"mrr_{size}"] = part["mrr"]
+        return scores
 
     def build_row(self, *args) -> tuple:
         inputs, target, weight = group_row(*args, with_labels=False)
@@ -131,7 +176,14 @@ class Embedding(LabelTask):
         return with_task_head(core, PoolingHead(pooling, dtype=core.dtype_policy))
 
     def loss(self) -> InBatchLoss:
-        return InBatchLoss(self.config.training.temperature)
+        options = self.config.training
+        num_features = self.core.arguments["hidden_size"]
+        if any(size > num_features for size in options.matryoshka):
+            raise InputError(
+                f"`training.matryoshka` must be at most {num_features}, the features of the network, "
+                f"got {options.matryoshka}."
+            )
+        return InBatchLoss(options.temperature, options.matryoshka)
 
 
 TASK = Embedding

@@ -13,6 +13,7 @@ from dtransformer.trainers.checkpoint.folders import list_checkpoints
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 from dtransformer.trainers.checkpoint.saved_checkpoint import REPLICAS, Checkpoint
 from dtransformer.trainers.checkpoint.training_state import (
+    GUARD,
     METRICS,
     NETWORK,
     OPTIMIZER,
@@ -98,6 +99,9 @@ def restore(
     if check is not None:
         check(restored)
     skipped = {*restored.missing, *restored.other_shapes}
+    if not weights_only:
+        saved = checkpoint.get_shapes(GUARD)
+        tensors += [tensor for tensor in state.guard_tensors() if tensor.name in saved]
 
     def assign():
         try:

@@ -22,6 +22,7 @@ from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.weights.shard_bounds import Bounds, FlatRange, num_elements
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, get_sharded_tensors
 from dtransformer.parallel.weights.sharded_variable import full_bounds, true_shape
+from dtransformer.trainers.optimizer.guard import StepGuard
 from dtransformer.trainers.optimizer.states import optimizer_states
 
 # Names of a network's variables that are identical in all processes.
@@ -73,6 +74,7 @@ def _name(path, layer_names):
 NETWORK = "network/"
 OPTIMIZER = "optimizer/"
 METRICS = "metrics/"
+GUARD = "guard/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,7 @@ class TrainingState:
             `None` for the full shard.
         skipped_steps: Int64 scalar variable, the number of skipped steps.
         metrics: Keras metrics that sum over an epoch.
+        guard: `StepGuard`, or `None`.
     """
 
     network: keras.Model
@@ -94,6 +97,7 @@ class TrainingState:
     optimizer_shards: Sequence[tuple[keras.Variable, Bounds, FlatRange | None]]
     skipped_steps: tf.Variable
     metrics: Sequence[keras.metrics.Metric]
+    guard: StepGuard | None = None
 
     def tensors(self) -> list[ShardedTensor]:
         """Return all tensors of the state.
@@ -120,7 +124,7 @@ class TrainingState:
                 tensors.append(_replicated(name, variable))
         tensors.append(_replicated(f"{OPTIMIZER}skipped_steps", self.skipped_steps))
         _check_names(tensors, self.network)
-        return tensors + self.metric_tensors()
+        return tensors + self.metric_tensors() + self.guard_tensors()
 
     def metric_tensors(self) -> list[ShardedTensor]:
         """Return the tensors of the metrics' sums since the epoch began."""
@@ -129,6 +133,11 @@ class TrainingState:
             _replicated(f"{METRICS}{i}/{variable.name}", variable)
             for i, variable in enumerate(variables)
         ]
+
+    def guard_tensors(self) -> list[ShardedTensor]:
+        """Return the tensors of the guard, which a checkpoint may lack."""
+        variables = {} if self.guard is None else self.guard.variables
+        return [_replicated(f"{GUARD}{name}", variable) for name, variable in variables.items()]
 
 
 def network_tensors(

@@ -6,7 +6,7 @@ results of the full batch.
 
 import tensorflow as tf
 
-from dtransformer.trainers.row_sharding import take_shard
+from dtransformer.trainers.row_sharding import concat_rows, take_shard
 
 _NOT_INLINED = {"_noinline": True}
 
@@ -18,7 +18,8 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
         forward_backward: Function like `Engine.forward_backward`.
         num_micro_batches: Number of micro-batches. Rows are divided as evenly as possible. With
             fewer rows, some micro-batches are empty.
-        reduce: Function that is applied to the gradients of each micro-batch before they are added.
+        reduce: Function that is applied to the gradients of each micro-batch before they are added,
+            or `None`.
 
     Returns:
         A function with the same arguments and results. Gradients and sums are added over the
@@ -33,7 +34,9 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
             gradients, outputs, sums = forward_backward(
                 *take_shard(batch, i, num_micro_batches), scalars._replace(seed=seed)
             )
-            return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
+            if reduce is not None:
+                gradients = reduce(gradients)
+            return [tf.convert_to_tensor(x) for x in gradients], outputs, sums
 
         compute = micro_batch
         # Compile one function and call it for each micro-batch.
@@ -60,13 +63,9 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
             sums = new_sums
             all_outputs.append(outputs)
             dependencies = gradients
-        return gradients, tf.nest.map_structure(_concat, *all_outputs), sums
+        return gradients, tf.nest.map_structure(concat_rows, *all_outputs), sums
 
     return accumulated
-
-
-def _concat(*tensors):
-    return None if tensors[0] is None else tf.concat(tensors, 0)
 
 
 def micro_batch_seed(seed, i, num_micro_batches):

@@ -24,6 +24,7 @@ from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.parallel.tracing.tensor_specs import count_rows
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
+from dtransformer.trainers.compile_checks import find_trained_batch_norms
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.expert_loads import EXPERTS
 from dtransformer.trainers.layer_states import LayerStates
@@ -397,6 +398,8 @@ class LocalEngine(Engine):
             getattr(layer, "exchanges_counts", False) for layer in _compat.flat_layers(network)
         ):
             cause = "expert_group_size=None on data ranks"
+        elif job.data_shard()[1] > 1 and find_trained_batch_norms(network):
+            cause = "a synchronized BatchNormalization on data ranks"
         if cause is not None:
             raise ValueError(
                 f"`jit_compile=True` does not work with {cause}, which communicates during the "

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives.replica_consistency import ReplicaConsistency
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.config.validators import settings_without_chunks
 from dtransformer.parallel.mesh import variable as mesh_variable
 from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis, relayout, replicate
 from dtransformer.parallel.mesh.batch import (
@@ -22,7 +21,7 @@ from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.pipeline_parallel.shared_chunks import count_blocks
 from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit
-from dtransformer.trainers.compile_checks import find_trained_batch_norm
+from dtransformer.trainers.compile_checks import find_trained_batch_norms
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.engines.base import Engine, StepScalars
 
@@ -97,7 +96,7 @@ class MeshEngine(Engine):
         counter = None
         if function.adds_losses:
             counter = "losses that layers add"
-        elif training and find_trained_batch_norm(self._step.network) is not None:
+        elif training and find_trained_batch_norms(self._step.network):
             counter = "the means of a BatchNormalization"
         elif self._step.states.is_used:
             counter = "states and metrics of layers"
@@ -133,8 +132,7 @@ class MeshEngine(Engine):
 def _warn_slow_compilation(network):
     """Warn if the network is so deep that its first step takes long to compile."""
     num_blocks = count_blocks(network)
-    may_have_chunks = not settings_without_chunks(get_parallel_config())
-    if num_blocks >= MANY_BLOCKS and may_have_chunks and job.is_chief():
+    if num_blocks >= MANY_BLOCKS and job.is_chief():
         warnings.warn(
             f"{num_blocks} blocks are compiled for the mesh as one function, which may take "
             "minutes. To compile equal blocks only once, with the same losses, pass "

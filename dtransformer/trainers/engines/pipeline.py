@@ -36,6 +36,7 @@ from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, w
 from dtransformer.parallel.schedules.simulator import ideal_timeline
 from dtransformer.parallel.schedules.timeline import max_stored_micro_batches, write
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
+from dtransformer.parallel.zero.gather import unsharding
 from dtransformer.reports import audit
 from dtransformer.trainers.data import check_rows, input_specs, input_symbols
 from dtransformer.trainers.engines.base import Engine, check_any_trained, training_forward
@@ -88,6 +89,9 @@ class PipelineEngine(Engine):
         self._last_dataflow = None
         self._last_events = ([], {}, {})
         self._consistency = ReplicaConsistency()
+        self._graphs = {}  # Part of a step -> list of its graphs with collectives between ranks.
+        self.reduce = None  # Compiled reduction of a micro-batch's gradients.
+        self._gathers_on_mesh = config.mesh_spans_data and config.optimizer_shard == 3
 
     def build(self, first):
         """Build this stage's layers; see `Engine.build`."""
@@ -113,8 +117,14 @@ class PipelineEngine(Engine):
 
     # Training step.
 
-    def forward_backward(self, inputs, labels, sample_weight, scalars):
-        """See `Engine.forward_backward`. Gradients belong to this stage's weights."""
+    def forward_backward(self, inputs, labels, sample_weight, scalars, reduce=None):
+        """See `Engine.forward_backward`. Gradients belong to this stage's weights.
+
+        Args:
+            reduce: `Reduction.reduce_weights`, which is applied to each micro-batch, or `None`.
+        """
+        if reduce is not None and self.reduce is None:
+            self.reduce = tf.function(reduce, autograph=False)
         check_any_trained(self.first_trained < self.placement.num_chunks)
         batch = (inputs, labels, sample_weight)
         self._consistency.check(batch, "train")
@@ -172,7 +182,11 @@ class PipelineEngine(Engine):
         step = self._step
         job.record_compilation()
         deferring = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
-        with training_forward(devices.unpack_scalars(seed, [2])) as reported, deferring as deferred:
+        unsharded = contextlib.nullcontext()
+        if step.layout.unshards_weights or self._gathers_on_mesh:
+            unsharded = unsharding("train")
+        forward = training_forward(devices.unpack_scalars(seed, [2]))
+        with unsharded, forward as reported, deferring as deferred:
             outputs, changes = step.outputs_and_states(inputs, True, self._layers(chunk))
         sums = step.layer_sums(changes, inputs, counts, reported)
         if chunk == self.placement.last_chunk:
@@ -258,6 +272,15 @@ class PipelineEngine(Engine):
 
     # Reports on a step.
 
+    @contextlib.contextmanager
+    def recording(self, part):
+        """Record the graphs of a part of the step that are compiled in the `with` block."""
+        graphs = {}
+        with transport.recording_graphs(graphs):
+            yield
+        if graphs:
+            self._graphs[part] = list(graphs)
+
     @property
     def num_stored_passes(self):
         """Maximum number of stored activations of chunks, divided by this stage's chunks."""
@@ -270,7 +293,9 @@ class PipelineEngine(Engine):
             for function, names in self._compiled
             for collective in audit.mesh_collectives(names, function.compilation.calls)
         ]
-        return self._num_micro_batches * on_mesh + self.transfers()
+        graphs = itertools.chain(*self._graphs.values())
+        between_ranks = [x for graph in graphs for x in audit.rank_collectives(graph)]
+        return self._num_micro_batches * (on_mesh + between_ranks) + self.transfers()
 
     def transfers(self):
         """Return the `Collective`s that this stage sent to other stages in the last step."""

@@ -60,6 +60,7 @@ class PipelineStep:
         self._sends = []
         self._border_tensors = {}  # Name of border tensors -> tensors, until they are used.
         self._gradients = {}  # Weight id -> list of this rank's shards.
+        self._new_gradients = {}  # Gradients of the last backward pass, until they are added.
         self._outputs = []
         self.sums = {}
         self.events = []
@@ -75,6 +76,7 @@ class PipelineStep:
         elif instruction.kind in RECEIVES:
             self._receive(instruction)
         else:
+            self._add_gradients()  # Input gradients were sent to the previous stage before.
             getattr(self, f"_{instruction.kind}")(instruction)
             event = Event(self._engine.stage, instruction, self._started, time.time())
             self.events.append(event)
@@ -103,6 +105,7 @@ class PipelineStep:
 
     def finish(self):
         """Wait for all sends, and record the end of all receives."""
+        self._add_gradients()
         for sent in self._sends:
             sent.result()
         for name, event in self.received.items():
@@ -120,7 +123,18 @@ class PipelineStep:
         """Return for each trainable weight the list of its gradient's local shards."""
         weights = self._engine.network.trainable_variables
         gradients = [self._gradients.get(id(weight)) for weight in weights]
-        return with_zeros(weights, gradients, lambda i: _zero_shards(weights[i]))
+        return with_zeros(weights, gradients, lambda i: self._zero_shards(weights[i]))
+
+    def _zero_shards(self, weight):
+        zeros = [tf.zeros_like(shard.value) for shard in get_local_shards([weight])]
+        return self._reduce({id(weight): zeros})[id(weight)]
+
+    def _reduce(self, gradients):
+        """Reduce shards of gradients, a dict from weight ids, if micro-batches are reduced."""
+        if self._engine.reduce is None:
+            return gradients
+        with self._engine.recording(tuple(gradients)):
+            return self._engine.reduce(gradients)
 
     def all_outputs(self):
         """Return the outputs of all micro-batches, or `None` without metrics or on other stages."""
@@ -177,7 +191,8 @@ class PipelineStep:
         received_trained = []
         if chunk > self._engine.first_trained:
             received_trained = [x for x, tensor in zip(received, crossing) if tensor.has_gradient]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        recording = self._engine.recording(f"forward {chunk}")
+        with recording, tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*weights, *received_trained])
             sent, (loss, sums, outputs, deferred) = function(
                 weights,
@@ -214,7 +229,8 @@ class PipelineStep:
         # Sums and outputs have no gradient. Pass zeros explicitly, because the tape would create
         # zeros that are not on the mesh.
         upstream = [*upstream, self._devices.put_loss_gradient(), *map(tf.zeros_like, unused)]
-        all_gradients = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
+        with self._engine.recording(f"backward {chunk}"):
+            all_gradients = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
         gradients = all_gradients[: len(weights)]
         input_gradients = all_gradients[len(weights) :]
         self._devices.wait([x for x in all_gradients if x is not None])
@@ -241,21 +257,25 @@ class PipelineStep:
         self._accumulate([(w, tf.reshape(x, w.shape)) for (w, _, _), x in zip(kernels, gradients)])
 
     def _accumulate(self, gradients):
-        """Add (weight, gradient) tuples to the gradients of other micro-batches; skip `None`."""
-        new = {
+        """Keep (weight, gradient) tuples until they are added; skip `None`."""
+        self._add_gradients()
+        self._new_gradients = {
             id(weight): self._devices.gradient_shards(weight, gradient)
             for weight, gradient in gradients
             if gradient is not None
         }
+
+    def _add_gradients(self):
+        """Add the gradients of the last backward pass to the gradients of other micro-batches."""
+        if not self._new_gradients:
+            return
+        new = self._reduce(self._new_gradients)
+        self._new_gradients = {}
         repeated = [key for key in new if key in self._gradients]
         old_shards = [self._gradients[key] for key in repeated]
         new_shards = [new[key] for key in repeated]
         totals = self._engine.add(old_shards, new_shards)
         self._gradients.update({**new, **dict(zip(repeated, totals))})
-
-
-def _zero_shards(weight):
-    return [tf.zeros_like(shard.value) for shard in get_local_shards([weight])]
 
 
 def _activations(k, border):

@@ -67,48 +67,77 @@ class Reduction:
     Args:
         shards: List of `PlannedShard`s.
         buckets: List of lists of positions in `shards`.
-        level: Integer. Level of optimizer sharding.
+        stores_sums: Boolean. Whether ranks store the sums until the update. Otherwise they store
+            the gradients of `Call arguments`.
 
     Call arguments:
-        gradients: List of tensors, one per planned shard, as an engine returns them.
+        gradients: List of tensors, one per planned shard, as an engine returns them. `None` for
+            gradients that a later call reduces.
 
     Returns:
         List of tensors. Shards with a division over the group get their flat local shard of the
-        sum (reduce-scatter), other shards the full sum.
-
-    Attributes:
-        gradient_bytes: Integer. Bytes of gradients that this rank stores until the update, or `None`
-            before the first call. From level 2 on, this counts reduced shards.
+        sum (reduce-scatter), other shards the full sum. `None` for gradients that are `None`.
     """
 
-    def __init__(self, shards, buckets, level):
-        self.gradient_bytes = None
+    def __init__(self, shards, buckets, stores_sums):
+        # Dict from positions in `shards` to bytes. `None` before the first call.
+        self._stored_bytes = None if shards else {}
         self._shards = shards
-        self._level = level
+        self._stores_sums = stores_sums
         self._group = job.data_parallel_group()
         dtype = get_parallel_config().gradient_dtype
         self._dtype = None if dtype == "float32" else dtype
         self._collectives = []  # (positions, name)
         if self._group.size > 1:
-            for index, bucket in enumerate(buckets):
+            for bucket in buckets:
                 summed = [i for i in bucket if not shards[i].is_reduced]
                 sharded = [i for i in summed if shards[i].division is not None]
                 replicated = [i for i in summed if shards[i].division is None]
-                self._collectives.append((sharded, f"shards_{index}"))
-                self._collectives.append((replicated, f"gradients_{index}"))
+                self._collectives.append((sharded, "shards"))
+                self._collectives.append((replicated, "gradients"))
+
+    @property
+    def gradient_bytes(self):
+        """Bytes of gradients that this rank stores until the update. `None` before the first call."""
+        return None if self._stored_bytes is None else sum(self._stored_bytes.values())
 
     def __call__(self, gradients):
         reduced = []
         for gradient, shard in zip(gradients, self._shards):
+            if gradient is None:
+                reduced.append(None)
+                continue
             stored = shard.shard if shard.replicated is None else shard.replicated
             gradient.set_shape(stored.shape)  # Results of XLA functions have no static shape.
             if not shard.is_reduced:
                 gradient = tf.cast(gradient, shard.shard.value.dtype)
             reduced.append(gradient)
         for positions, name in self._collectives:
-            self._sum(reduced, positions, name)
-        stored_gradients = reduced if self._level >= 2 else gradients
-        self.gradient_bytes = sum(math.prod(x.shape) * x.dtype.size for x in stored_gradients)
+            existing = [i for i in positions if reduced[i] is not None]
+            if existing:
+                self._sum(reduced, existing, f"{name}_{existing[0]}")
+        stored = dict(enumerate(reduced if self._stores_sums else gradients))
+        sizes = {i: math.prod(x.shape) * x.dtype.size for i, x in stored.items() if x is not None}
+        self._stored_bytes = {**(self._stored_bytes or {}), **sizes}
+        return reduced
+
+    def reduce_weights(self, gradients):
+        """Return the sums of some weights' gradients.
+
+        Args:
+            gradients: Dict from ids of weights to lists of their shards' gradients.
+
+        Returns:
+            A dict with the same keys.
+        """
+        remaining = {key: iter(shards) for key, shards in gradients.items()}
+        keys = [id(shard.weight) for shard in self._shards]
+        with transport.global_names():
+            sums = self([next(remaining[key]) if key in remaining else None for key in keys])
+        reduced = {key: [] for key in gradients}
+        for key, total in zip(keys, sums):
+            if key in gradients:
+                reduced[key].append(total)
         return reduced
 
     def _sum(self, gradients, positions, name):

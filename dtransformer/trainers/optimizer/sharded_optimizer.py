@@ -13,6 +13,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer import phases
 from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
+from dtransformer.trainers.optimizer.guard import StepGuard
 from dtransformer.trainers.optimizer.keras_update import keras_update
 from dtransformer.trainers.optimizer.reduce import buckets
 from dtransformer.trainers.optimizer.shard_plan import make_partition, shard_plan
@@ -32,23 +33,27 @@ class ShardedOptimizer:
         bucket_ids: List with the reduction bucket of each weight, or `None`; see `buckets`.
         compiler: `StepCompiler`.
         copies: Weights that another pipeline stage also stores and counts in the global norm.
+        guard: `SpikeGuard`, or `None`.
 
     Attributes:
         partition: `Partition` of the update over the data-parallel group.
         shards: List of `PlannedShard`s.
         units: List of local `UpdateUnit`s, in the order of the optimizer's states.
         loss_scale: `LossScale`.
+        guard: `StepGuard`, or `None`.
         is_sharded: Boolean. Whether the data-parallel group shards the update of any weight.
-        reduce_micro_batch: Function of the list of a micro-batch's gradients. Returns the tensors to
-            accumulate: reduced shards with `gradient_accumulation_shard`, otherwise the gradients.
+        reduce_micro_batch: The `Reduction` of each micro-batch's gradients with
+            `gradient_accumulation_shard`. `None` to accumulate the gradients themselves.
+        stores_sums: Boolean. Whether ranks store reduced gradients until the update.
 
     Raises:
         ValueError: If the layout shards weights and the optimizer cannot update shards.
     """
 
-    def __init__(self, optimizer, weights, bucket_ids, compiler, copies=()):
+    def __init__(self, optimizer, weights, bucket_ids, compiler, copies=(), guard=None):
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self.loss_scale = LossScale(optimizer)
+        self.guard = None if guard is None else StepGuard(guard, self.loss_scale.is_used)
         self.partition = make_partition(weights)
         self.shards = shard_plan(weights, self.partition, copies)
         self._units = UpdateUnits(self.shards, self.partition.kind)
@@ -56,9 +61,15 @@ class ShardedOptimizer:
         self.is_sharded = any(shard.division is not None for shard in self.shards)
         self._on_mesh = any(shard.mesh_fraction is not None for shard in self.shards)
         self._build(optimizer, weights)
+        config = get_parallel_config()
         ids = [bucket_ids[shard.weight_index] for shard in self.shards]
-        positions = buckets(ids, get_parallel_config().gradient_aggregation_group)
-        self._reduction = phases.Reduction(self.shards, positions, self.partition.level)
+        positions = buckets(ids, config.gradient_aggregation_group)
+        accumulates = config.micro_batch_num > 1
+        self._reduces_micro_batches = accumulates and config.gradient_accumulation_shard
+        self.stores_sums = self.partition.level >= 2 and (
+            self._reduces_micro_batches or not accumulates
+        )
+        self._reduction = phases.Reduction(self.shards, positions, self.stores_sums)
         self._store = partial(store, self._units, positions)
         self._gradient_phases = self._list_gradient_phases()
         jit_compile = compiler.jit_update(weights)
@@ -80,14 +91,13 @@ class ShardedOptimizer:
 
     def _list_gradient_phases(self):
         """Return the phases from an engine's gradients to clipped gradients of update units."""
-        config = get_parallel_config()
         stages = job.pipeline_group()
         steps = []
-        if config.gradient_accumulation_shard and config.micro_batch_num > 1:
+        if self._reduces_micro_batches:
             # Micro-batches accumulate shards. Their sum is reduced already.
             self.reduce_micro_batch = self._reduction
         else:
-            self.reduce_micro_batch = _keep
+            self.reduce_micro_batch = None
             steps.append(partial(phases.reduce_gradients, self._reduction))
         steps.append(partial(phases.unscale, self.loss_scale))
         steps.append(partial(phases.measure_gradients, self.shards))
@@ -124,7 +134,7 @@ class ShardedOptimizer:
         return data.gradients, data.values, data.norm
 
     def apply(self, gradients, values, norm):
-        """Update the weights, unless the loss scale skips the step.
+        """Update the weights, unless the loss scale or the guard skips the step.
 
         The arguments are the results of `reduce_and_clip`.
         """
@@ -132,7 +142,11 @@ class ShardedOptimizer:
         # Weight decay reads no gradient. Without this dependency it would also run in a step that
         # fails because the data has ended.
         with tf.control_dependencies([norm]):
-            self.loss_scale.run(norm, partial(_run, self._update_phases, data))
+            update = partial(self.loss_scale.run, norm, partial(_run, self._update_phases, data))
+            if self.guard is None:
+                update()
+            else:
+                self.guard.run(norm, update)
 
     def take_averages(self, exchanges=False):
         """Assign moving averages (`use_ema`) to the weights; see `assign_averages`."""
@@ -147,10 +161,6 @@ class ShardedOptimizer:
             yield
         finally:
             self.take_averages(exchanges=True)
-
-
-def _keep(gradients):
-    return gradients
 
 
 def _run(steps, data):

@@ -31,8 +31,10 @@ def test_reports_host_without_ssh(capsys):
     ("time", 0.0, " s, measured through ssh"),
 ])  # fmt: skip
 def test_reports_differences_between_hosts(field, value, message):
-    own = host_probe.describe()
-    result = doctor_hosts._compare("b", {**own, field: value}, own, own["time"])
+    local_host = host_probe.describe()
+    result = doctor_hosts._compare(
+        "b", {**local_host, field: value}, local_host, local_host["time"]
+    )
     (wrong,) = [check for check in result if not check["ok"]]
     assert message in wrong["found"] and wrong["fix"]
 

@@ -151,9 +151,9 @@ def test_refit_keeps_ulysses_shards_a_divisor(left, context, ulysses_shards):
     config = TransformerOpParallelConfig(
         context_parallel=8, context_parallel_mode="ulysses_ring", ulysses_shards=4
     )
-    found = refit(config, left)
-    assert (found.context_parallel, found.ulysses_shards) == (context, ulysses_shards)
-    check_supported(found)
+    result = refit(config, left)
+    assert (result.context_parallel, result.ulysses_shards) == (context, ulysses_shards)
+    check_supported(result)
 
 
 def plan_for(ranks, monkeypatch, *settings, launched="3"):

@@ -27,6 +27,7 @@ CHAIN = (
     "dp2mp2@2x2",
     "dp2@2x1",
     "dp2@2x1+whole2",
+    "dp2pp2m2-1f1b@4x1+shard3",
 )
 ALONE = CHAIN[0]
 # Layout -> layouts whose checkpoints it restores in the quick suite. The long suite adds all others.

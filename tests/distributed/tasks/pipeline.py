@@ -1,7 +1,9 @@
 """Train pipelines on ranks with overflows, metrics, delays, frozen stages, reports and errors."""
 
+import contextlib
 import random
 import time
+import unittest.mock
 
 import keras
 import numpy as np
@@ -13,6 +15,7 @@ from dtransformer.layers.base import Layer
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.schedules import schedules
+from dtransformer.parallel.zero import units
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.tasks import HitRate
@@ -224,8 +227,34 @@ def errors():
     return messages
 
 
+def stored_weights():
+    """Return the gathered weights that chunks store between their passes, with and without units.
+
+    Hidden sizes differ from the batch's sizes, so that activations have no shape of a weight.
+    """
+    x, y = words()
+    result = {}
+    for name, replaced in (("with_units", {}), ("without_units", {"return_value": False})):
+        network = CausalLM(52, hidden_size=24, num_heads=2, ffn_hidden_size=40, num_layers=2)
+        trainer = Trainer(network)
+        trainer.compile("adam", CrossEntropyLoss())
+        patch = unittest.mock.patch.object(units, "is_gathered", **replaced)
+        with patch if replaced else contextlib.nullcontext():
+            trainer.train_on_batch(x, y)
+        engine = trainer._program.engine
+        graphs = [graph for part in engine._graphs.values() for graph in part]
+        graphs += [function._graph for function, _ in engine._compiled if job.mesh() is not None]
+        sharded = [w for w in network.trainable_variables if units.is_gathered(w)]
+        shapes = {tuple(weight.shape) for weight in sharded}
+        outputs = [x for graph in graphs for x in graph.outputs]
+        # Stored shards on a mesh have the full shape. They are arguments, without a layer's name.
+        result[name] = [x.name for x in outputs if tuple(x.shape) in shapes and "/" in x.name]
+        result["shapes"] = sorted(map(list, shapes))
+    return result
+
+
 _ALL = (
     *(overflow_on_one_stage, keras_metrics, losses, v_shaped, frozen),
-    *(reports, shapes, errors),
+    *(reports, shapes, errors, stored_weights),
 )
 TASKS = {task.__name__: task for task in _ALL}

@@ -258,5 +258,5 @@ STRAGGLERS = {
 @pytest.mark.parametrize("looks, expected", STRAGGLERS.values(), ids=STRAGGLERS)
 def test_straggler_is_named(looks, expected):
     stragglers = Stragglers()
-    result = [stragglers.check(dict(enumerate(own))) for own in looks]
+    result = [stragglers.check(dict(enumerate(seconds))) for seconds in looks]
     assert [item[0] for item in result if item] == expected
