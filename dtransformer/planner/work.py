@@ -11,7 +11,6 @@ import numpy as np
 
 from dtransformer.planner.clusters import Device
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.memory import logit_elements
 from dtransformer.planner.shape import BlockKind, ModelShape
 
 # Items read and written per element in a forward pass, counted by operation. A backward pass
@@ -151,8 +150,6 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
     rows = layouts.micro_batch * model.num_predictions / layouts.context
     entries = model.config.vocab_size / layouts.model
     passes = 2 if model.adapter_rank else 3
-    # The backward pass computes logits in chunks again.
-    passes = passes + (logit_elements(rows * entries, layouts) < rows * entries)
     products = passes * product_seconds(
         device, rows, model.config.hidden_size, entries, 1.0, is_16_bit
     )
