@@ -12,6 +12,7 @@ from dtransformer.layers.base import Layer, register
 from dtransformer.layers.elementwise import apply_soft_cap, check_soft_cap
 from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import attach_product
 from dtransformer.parallel.tensor_parallel.embedding import (
     look_up,
     mask_padding,
@@ -243,17 +244,23 @@ class VocabHead(_VocabLayer):
             logits = tied_logits(inputs, table)
         else:
             (logits,) = column_parallel(inputs, [self.kernel], ("vocab",))
-        if self.use_bias:
-            logits += tf.cast(self.bias, logits.dtype)
+        biases = [tf.convert_to_tensor(self.bias)] if self.use_bias else []
+        logits = self._finish(logits, *biases)
+        if self.keeps_padding or logits.shape[-1] == self.vocab_size:
+            kernel = table if self.tied else self.kernel
+            return attach_product(logits, inputs, kernel, biases, self.tied, self._finish)
+        axes = ("batch", "length", None) if len(logits.shape) == 3 else ("batch", None)
+        return constrain(logits, axes)[..., : self.vocab_size]
+
+    def _finish(self, logits, bias=None):
+        """Return the logits of a product with the kernel."""
+        if bias is not None:
+            logits += tf.cast(bias, logits.dtype)
         if self.scale != 1:
             logits *= tf.cast(self.scale, logits.dtype)
         if self.soft_cap is not None:
             logits = apply_soft_cap(logits, self.soft_cap)
-        logits = mask_padding(logits, self.vocab_size)
-        if self.keeps_padding or logits.shape[-1] == self.vocab_size:
-            return logits
-        axes = ("batch", "length", None) if len(logits.shape) == 3 else ("batch", None)
-        return constrain(logits, axes)[..., : self.vocab_size]
+        return mask_padding(logits, self.vocab_size)
 
     def compute_output_shape(self, inputs_shape: tuple, table_shape: tuple | None = None) -> tuple:
         size = padded_vocab_size(self.vocab_size) if self.keeps_padding else self.vocab_size

@@ -6,7 +6,8 @@ from dtransformer import _compat
 from dtransformer.errors import check_int
 from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
-from dtransformer.parallel.tensor_parallel.cross_entropy import label_values, token_nll
+from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import get_product, head_nll
+from dtransformer.parallel.tensor_parallel.cross_entropy import is_most_likely
 
 
 @register
@@ -30,6 +31,10 @@ class CrossEntropyLoss(Layer):
             and keeps the normalizer of the logits near 1
             ([Chowdhery et al., 2022](https://arxiv.org/abs/2204.02311), section 5). Defaults to
             `0.0`.
+        chunk_tokens: Integer. Maximum number of tokens whose logits a device computes together, in
+            training and evaluation of networks with a `VocabHead` head. Defaults to `"auto"`: at most
+            256 MiB of float32 logits. `None` disables chunks. See "Large vocabularies" in
+            docs/memory.md.
 
     Call arguments:
         logits: Tensor of shape `[N, V]` or `[b, s, V]`.
@@ -56,6 +61,7 @@ class CrossEntropyLoss(Layer):
         ignore_id: int | None = None,
         vocab_size: int | None = None,
         z_loss: float = 0.0,
+        chunk_tokens: int | str | None = "auto",
         **kwargs,
     ):
         super().__init__(autocast=False, **kwargs)
@@ -63,6 +69,9 @@ class CrossEntropyLoss(Layer):
         self.ignore_id = ignore_id
         self.vocab_size = None if vocab_size is None else check_int("vocab_size", vocab_size)
         self.z_loss = check_rate("z_loss", z_loss)
+        self.chunk_tokens = chunk_tokens
+        if chunk_tokens not in ("auto", None):
+            check_int("chunk_tokens", chunk_tokens)
 
     def call(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
@@ -90,12 +99,13 @@ class CrossEntropyLoss(Layer):
         weights = self.token_weights(labels, mask)
         if self.ignore_id is not None:  # `ignore_id` may be outside of the vocabulary.
             labels = tf.where(labels == self.ignore_id, tf.zeros_like(labels), labels)
-        values = token_nll(
+        values = head_nll(
             logits,
             labels,
-            self.label_smoothing,
-            self.vocab_size or logits.shape[-1],
-            self.z_loss,
+            self.chunk_tokens,
+            label_smoothing=self.label_smoothing,
+            vocab_size=self.vocab_size or logits.shape[-1],
+            z_loss=self.z_loss,
         )
         return values, tf.cast(weights, values.dtype)
 
@@ -178,6 +188,7 @@ def correct_predictions(outputs, labels) -> tf.Tensor | None:
     is_class = tf.as_dtype(labels.dtype).is_integer and len(outputs.shape) == len(labels.shape) + 1
     if not is_class:
         return None
-    max_output = tf.reduce_max(outputs, axis=-1)
-    label_output = label_values(outputs, tf.maximum(labels, 0))
-    return tf.cast(label_output >= max_output, "float32")
+    product = get_product(outputs)
+    if product is not None and product.correct is not None:
+        return product.correct
+    return is_most_likely(outputs, tf.maximum(labels, 0))

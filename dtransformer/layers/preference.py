@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer
-from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
+from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import head_nll
 
 PREFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "simpo", "orpo")
 MEAN_LOSSES = ("sigmoid_norm", "ipo", "simpo", "orpo")  # They compare means over tokens.
@@ -47,7 +47,7 @@ class SequenceLogProbability(Layer):
 
     def call(self, logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         counts = tf.cast(labels >= 0, "float32")
-        values = token_nll(logits, tf.maximum(labels, 0), vocab_size=self.vocab_size)
+        values = head_nll(logits, tf.maximum(labels, 0), vocab_size=self.vocab_size)
         total = -tf.reduce_sum(values * counts, axis=1)
         return tf.math.divide_no_nan(total, tf.reduce_sum(counts, 1)) if self.mean else total
 

@@ -19,6 +19,9 @@ from dtransformer.planner.stages import StageKind, worst_stage_costs
 # This library computes attention blockwise if a head has at least this number of scores s·t.
 BLOCKWISE_SCORES = 2048 * 1024
 
+# The loss computes float32 logits of at most this size together, in chunks of tokens.
+MAX_LOGIT_BYTES = 2**28
+
 
 class Memory(typing.NamedTuple):
     """Bytes by kind on the rank that needs the most memory. Every field is an array [N].
@@ -164,7 +167,8 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
         )
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
     rows = b * model.num_predictions / layouts.context
-    logits = stage.has_head * rows * model.config.vocab_size / t * (item_bytes + 2 * 4)
+    elements = logit_elements(rows * model.config.vocab_size / t, layouts)
+    logits = stage.has_head * elements * (item_bytes + 2 * 4)
     totals["logits"] = (
         logits + stage.has_embedding * alive * b * s * model.config.hidden_size * item_bytes
     )
@@ -175,6 +179,19 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )
     return totals
+
+
+def logit_elements(elements, layouts: Layouts):
+    """Return the number of logits that a device computes together, as an array [N].
+
+    Context parallelism and ZeRO level 3 compute the logits of all tokens together.
+
+    Args:
+        elements: Number of logits of a micro-batch on a device.
+        layouts: The `Layouts`.
+    """
+    is_chunked = (layouts.context == 1) & (layouts.level < 3)
+    return np.where(is_chunked, np.minimum(elements, MAX_LOGIT_BYTES / 4), elements)
 
 
 def stage_expert_parameters(

@@ -192,6 +192,7 @@ class OptimizerOptions:
     clip_norm: NotNegative | None = 1.0  # Maximum global gradient norm; null disables
     label_smoothing: Rate = 0.1  # Probability spread over all other tokens
     z_loss: Rate = 0.0  # Factor on logsumexp² of the logits in the loss, such as 1e-4
+    chunk_tokens: Literal["auto"] | Count | None = "auto"  # Tokens per chunk of logits
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     guard: Guard = None  # {skip_spikes: 8.0, stop_after: 5}; null disables
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]

@@ -16,6 +16,7 @@ TASKS_BY_KEY = {
     "training.bleu_sentences": ("translation",),
     "training.label_smoothing": ("translation", *_TOKENS, *_CLASSES),
     "training.z_loss": ("translation", *_TOKENS, *_CLASSES),
+    "training.chunk_tokens": ("translation", *_TOKENS),
     "training.neftune_alpha": _GENERATE,
     "evaluation.samples": _GENERATE,
     "evaluation.max_new_tokens": _GENERATE,

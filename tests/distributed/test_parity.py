@@ -40,7 +40,11 @@ def merge_rank_weights(ranks, kind):
 each_run = parametrize_runs(RUNS, LONG, lambda run: [one_process_run(run)])
 each_used = parametrize_runs(USED_RUNS, LONG, lambda run: [one_process_run(run)])
 each_generating = parametrize_runs(
-    [run for run in USED_RUNS if get_kind(network_name(run)) not in ("bert", "masked")],
+    [
+        run
+        for run in USED_RUNS
+        if get_kind(network_name(run)) not in ("bert", "masked", "long_masked")
+    ],
     LONG,
     lambda run: [one_process_run(run)],
 )

@@ -103,6 +103,20 @@ def label_values(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     return relayout(tf.reduce_sum(values, axis=-1), batch)
 
 
+def is_most_likely(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """Return 1 where the label has the highest logit, otherwise 0.
+
+    Args:
+        logits: Tensor of shape `[..., V]`.
+        labels: Integer tensor of shape `[...]`.
+
+    Returns:
+        A float32 tensor of shape `[...]`.
+    """
+    max_logit = tf.reduce_max(logits, axis=-1)
+    return tf.cast(label_values(logits, labels) >= max_logit, "float32")
+
+
 def _axes(logits):
     """Return the logical axes of logits `[N, V]`, `[b, s, V]` or `[b, ..., V]`."""
     between = ("inner_length", *[None] * (len(logits.shape) - 3)) if len(logits.shape) > 2 else ()

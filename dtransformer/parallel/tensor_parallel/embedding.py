@@ -132,12 +132,20 @@ def tied_logits(x: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         return matmul(x, table, transpose_kernel=True)
 
     def multiply(x, table):
-        # Shard a replicated table first. DTensor cannot shard and transpose it in one operation.
-        kernel = tf.transpose(constrain(table, ("vocab", "embed")))
-        (logits,) = column_parallel(x, [kernel], ("vocab",))
+        (logits,) = column_parallel(x, [tied_kernel(table)], ("vocab",))
         return logits
 
     return run_product(multiply, x, table)
+
+
+def tied_kernel(table: tf.Tensor) -> tf.Tensor:
+    """Return the transposed table of an embedding on the mesh, sharded along V.
+
+    Args:
+        table: Tensor of shape `[V, h]`.
+    """
+    # Shard a replicated table first. DTensor cannot shard and transpose it in one operation.
+    return tf.transpose(constrain(table, ("vocab", "embed")))
 
 
 def gather_positions(inputs: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:

@@ -239,9 +239,14 @@ class Task(abc.ABC):
         return self.network.core if self.num_sequences > 1 else self.network
 
     def cross_entropy(self, ignore_id: int | None = -100) -> CrossEntropyLoss:
-        """Return the cross-entropy loss with the label smoothing and z-loss of `training`."""
+        """Return the cross-entropy loss with the options of `training`."""
         options = self.config.training
-        return CrossEntropyLoss(options.label_smoothing, ignore_id, z_loss=options.z_loss)
+        return CrossEntropyLoss(
+            options.label_smoothing,
+            ignore_id,
+            z_loss=options.z_loss,
+            chunk_tokens=options.chunk_tokens,
+        )
 
     def find_tokenizer(self, texts: Callable[[], Iterable[str]]) -> None:
         """Set `tokenizer` to the old run's, the config's or the model's, or train one.

@@ -6,6 +6,7 @@ An engine runs the forward and backward passes of a batch: on one device (`Local
 
 import contextlib
 import dataclasses
+import itertools
 import types
 import typing
 import warnings
@@ -16,6 +17,7 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import chunk_size, get_product
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
@@ -195,12 +197,29 @@ class ForwardStep:
 
         The dict contains the items of `Objective.sums`, and `added_loss` as `"added"`.
         """
+        if self.needs_outputs:
+            self._use_all_logits(outputs)
         is_full_batch = not (self.layout.splits_batch if training else self.layout.needs_reduce)
         sums = self.objective.sums(outputs, labels, sample_weight, counts, is_full_batch)
         if "normalizer_ratio" in sums:
             self._check_added_means(losses)
         sums["added"] = self.added_loss(losses, inputs, counts, sums.get("normalizer_ratio"))
         return sums
+
+    def _use_all_logits(self, outputs):
+        """Compute losses from all logits, because metrics read them. Warn if they are large."""
+        logits = [x for x in tf.nest.flatten(outputs) if get_product(x) is not None]
+        chunk_options = [getattr(loss, "chunk_tokens", None) for loss in self.objective.losses]
+        for x, chunk_tokens in itertools.product(logits, chunk_options):
+            if chunk_size(x, chunk_tokens) is not None and job.is_chief():
+                warnings.warn(
+                    f"Metrics read all logits of shape {tuple(x.shape)}, so the loss is not computed "
+                    "in chunks. To save memory, call `compile` without `metrics`. The logs then "
+                    "contain the loss and the accuracy.",
+                    stacklevel=2,
+                )
+        for x in logits:
+            x.head_product = None
 
     def added_loss(self, losses, inputs, counts, normalizer_ratio=None):
         """Return the local part of the losses that layers add, a float32 scalar.

@@ -1,0 +1,132 @@
+"""Compare a loss in chunks with a loss from all logits of a large vocabulary, and print JSON.
+
+    python benchmarks/chunked_loss.py [--rounds 5] [--length 2048] [--vocab-size 128256]
+
+For each kind, a fresh process measures the increase of its peak resident memory since before the
+first training step. Then both trainers start from equal weights in one process and take turns.
+`ratios` are the speeds with chunks, relative to all logits. `loss_difference` is the maximum relative
+difference of a loss.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+
+import paths  # noqa: F401
+
+KINDS = {"full": None, "chunked": "auto"}
+
+
+class Contestant:
+    """Trainer of a causal language model, and a batch of random tokens.
+
+    Args:
+        arguments: Arguments of the command.
+        kind: Key of `KINDS`.
+    """
+
+    def __init__(self, arguments, kind):
+        import keras
+        import numpy as np
+
+        from dtransformer.layers import CrossEntropyLoss
+        from dtransformer.models import CausalLM
+        from dtransformer.trainers import Trainer
+
+        keras.utils.set_random_seed(0)
+        network = CausalLM(
+            arguments.vocab_size,
+            hidden_size=arguments.hidden,
+            num_heads=4,
+            num_layers=arguments.layers,
+            dropout_rate=0.0,
+            pad_id=None,
+            max_length=arguments.length,
+        )
+        network.build()
+        self.trainer = Trainer(network)
+        loss = CrossEntropyLoss(chunk_tokens=KINDS[kind])
+        self.trainer.compile(
+            keras.optimizers.SGD(1e-3), loss, jit_compile=arguments.jit_compile or "auto"
+        )
+        shape = arguments.rows, arguments.length
+        inputs = np.random.default_rng(0).integers(0, arguments.vocab_size, shape, "int32")
+        self.batch = inputs, np.roll(inputs, -1, axis=1)
+        self.losses = []
+        self.seconds = []
+
+    def step(self):
+        """Train on the batch and keep the loss and the seconds."""
+        start = time.perf_counter()
+        logs = self.trainer.train_on_batch(*self.batch, return_dict=True)
+        self.losses.append(float(logs["step_loss"]))
+        self.seconds.append(time.perf_counter() - start)
+
+
+def measure_memory(arguments, kind):
+    """Return the increase of this process' peak resident memory over two steps, in bytes."""
+    from harness.measure import peak_bytes
+
+    contestant = Contestant(arguments, kind)
+    before = peak_bytes()
+    contestant.step()
+    contestant.step()
+    return peak_bytes() - before
+
+
+def measure_in_process(kind):
+    """Return the result of `measure_memory` in a fresh process."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", kind]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocab-size", type=int, default=128256)
+    parser.add_argument("--jit-compile", action="store_true")
+    parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        print(json.dumps(measure_memory(arguments, arguments.memory_of)))
+        return
+    peaks = {kind: measure_in_process(kind) for kind in KINDS}
+    contestants = {kind: Contestant(arguments, kind) for kind in KINDS}
+    for contestant in contestants.values():
+        contestant.step()
+        contestant.step()  # The first two steps compile.
+        contestant.seconds.clear()
+    for index in range(arguments.rounds):
+        for kind in list(KINDS)[:: (-1) ** index]:
+            contestants[kind].step()
+    full, chunked = contestants.values()
+    num_tokens = math.prod(full.batch[0].shape)
+    ratios = [x / y for x, y in zip(full.seconds, chunked.seconds)]
+    differences = [abs(x / y - 1) for x, y in zip(chunked.losses, full.losses)]
+    arguments = {name: x for name, x in vars(arguments).items() if name != "memory_of"}
+    report = {
+        "arguments": arguments,
+        "logits_bytes": 4 * num_tokens * arguments["vocab_size"],
+        "peak_increase": peaks,
+        "tokens_per_second": {
+            kind: round(num_tokens / statistics.median(contestant.seconds), 1)
+            for kind, contestant in contestants.items()
+        },
+        "ratios": [round(x, 2) for x in ratios],
+        "median_ratio": round(statistics.median(ratios), 2),
+        "loss_difference": max(differences),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

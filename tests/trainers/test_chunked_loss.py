@@ -1,0 +1,213 @@
+"""The loss in chunks of tokens equals the loss from all logits, and never stores all logits."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.layers.preference import SequenceLogProbability
+from dtransformer.models import CausalLM, MaskedLM
+from dtransformer.parallel.tensor_parallel import chunked_cross_entropy
+from dtransformer.planner import memory as planned_memory
+from dtransformer.trainers import Trainer
+from tests import on_mesh
+
+VOCAB_SIZE, ROWS, LENGTH = 103, 4, 18
+UNTIED = {"tied_head": False, "head_bias": True}
+CAPPED = {"logits_soft_cap": 3.0, "logits_scale": 0.5}
+
+
+@pytest.fixture
+def chunk_counts(monkeypatch):
+    """List that receives the maximum chunk size whenever a loss in chunks is traced."""
+    return record_chunks(monkeypatch)
+
+
+def record_chunks(monkeypatch):
+    sizes = []
+    original = chunked_cross_entropy._chunked_nll
+
+    def recorded(product, labels, size, nll):
+        sizes.append(size)
+        return original(product, labels, size, nll)
+
+    monkeypatch.setattr(chunked_cross_entropy, "_chunked_nll", recorded)
+    return sizes
+
+
+def batch():
+    inputs = np.random.default_rng(0).integers(4, VOCAB_SIZE, (ROWS, LENGTH), "int32")
+    labels = np.roll(inputs, -1, axis=1)
+    labels[0, 5:] = -100
+    return inputs, labels
+
+
+def train(chunk_tokens, steps=3, model=CausalLM, dtype="float32", jit_compile=False, **options):
+    """Return the losses and accuracies of training and evaluation, and the trained weights."""
+    keras.utils.set_random_seed(0)
+    dtransformer.set_seed(0)
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_layers": 1, "dropout_rate": 0.0}
+    network = model(VOCAB_SIZE, dtype=dtype, **sizes, **options)
+    trainer = Trainer(network)
+    loss = CrossEntropyLoss(0.1, ignore_id=-100, z_loss=0.01, chunk_tokens=chunk_tokens)
+    trainer.compile(keras.optimizers.SGD(0.5), loss, jit_compile=jit_compile)
+    logs = [trainer.train_on_batch(*batch(), return_dict=True) for _ in range(steps)]
+    logs.append(trainer.evaluate(*batch(), batch_size=ROWS, return_dict=True, verbose=0))
+    values = [[log["loss"], log["accuracy"]] for log in logs]
+    weights = np.concatenate([np.ravel(weight) for weight in network.get_weights()])
+    return np.array(values, float), weights
+
+
+def assert_equal(results, expected, tolerance=1e-6):
+    for x, y in zip(results, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, UNTIED, CAPPED, {"jit_compile": True}, {"model": MaskedLM}],
+    ids=["tied", "untied", "capped", "xla", "masked_lm"],
+)
+def test_losses_and_weights_equal_the_loss_from_all_logits(options, chunk_counts):
+    expected = train(None, **options)
+    assert not chunk_counts
+    assert_equal(train(10, **options), expected)
+    assert set(chunk_counts) == {10}
+
+
+def test_weights_stay_close_in_mixed_precision():
+    expected = train(None, dtype="mixed_bfloat16")
+    assert_equal(train(10, dtype="mixed_bfloat16"), expected, 5e-3)
+
+
+def mesh_matches(monkeypatch, options=UNTIED, **layout):
+    on_mesh.start(**layout)
+    expected = train(None, steps=2, **options)
+    sizes = record_chunks(monkeypatch)
+    assert_equal(train(24, steps=2, **options), expected)
+    return sizes
+
+
+@on_mesh.on_mesh
+def test_sharded_vocabulary_equals_all_logits():
+    with pytest.MonkeyPatch.context() as patch:
+        assert set(mesh_matches(patch, model_parallel=2)) == {24}
+
+
+@on_mesh.on_mesh
+def test_tied_head_on_data_and_model_axes_equals_all_logits():
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = mesh_matches(patch, CAPPED, data_parallel=2, model_parallel=2)
+        assert set(sizes) == {24}
+
+
+def stored_shapes(chunk_tokens):
+    """Return the shapes of all tensors in the compiled graph of a loss and its gradients."""
+    network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1, dropout_rate=0.0)
+    network.build()
+    loss = CrossEntropyLoss(chunk_tokens=chunk_tokens)
+    kernel = network.embedding.table
+
+    @tf.function
+    def compute(inputs, labels):
+        with tf.GradientTape() as tape:
+            value = loss(network(inputs, training=True), labels)
+        return tape.gradient(value, kernel.value)
+
+    concrete = compute.get_concrete_function(*map(tf.constant, batch_without_ignored()))
+    graph = concrete.graph
+    # Only operations that the results depend on run.
+    pending = [x.op for x in concrete.outputs]
+    needed = {}
+    while pending:
+        operation = pending.pop()
+        if operation.name not in needed:
+            needed[operation.name] = operation
+            pending += [x.op for x in operation.inputs]
+            pending += operation.control_inputs
+    assert set(needed) <= {operation.name for operation in graph.get_operations()}
+    return {tuple(x.shape) for operation in needed.values() for x in operation.outputs if x.shape}
+
+
+def batch_without_ignored():
+    inputs, labels = batch()
+    return inputs, np.maximum(labels, 0)
+
+
+def test_step_does_not_compute_all_logits():
+    all_logits = {(ROWS, LENGTH, VOCAB_SIZE), (ROWS * LENGTH, VOCAB_SIZE)}
+    assert stored_shapes(None) & all_logits
+    assert not stored_shapes(10) & all_logits
+
+
+def test_metrics_read_all_logits_and_warn(chunk_counts):
+    network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1)
+    trainer = Trainer(network)
+    loss = CrossEntropyLoss(ignore_id=-100, chunk_tokens=10)
+    trainer.compile("sgd", loss, metrics=["sparse_categorical_accuracy"])
+    with pytest.warns(UserWarning, match="Metrics read all logits of shape"):
+        trainer.train_on_batch(*batch_without_ignored())
+    assert not chunk_counts
+
+
+def test_predictions_and_generation_are_unchanged(chunk_counts):
+    network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1)
+    trainer = Trainer(network)
+    trainer.compile("sgd", CrossEntropyLoss(chunk_tokens=10))
+    inputs, _ = batch()
+    np.testing.assert_allclose(trainer.predict(inputs), network(inputs), rtol=1e-5, atol=1e-5)
+    assert not chunk_counts
+
+
+def test_sequence_log_probabilities_use_chunks_for_large_logits(monkeypatch, chunk_counts):
+    network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1)
+    layer = SequenceLogProbability(VOCAB_SIZE)
+    inputs, labels = map(tf.constant, batch())
+    expected = layer(network(inputs), labels)
+    monkeypatch.setattr(chunked_cross_entropy, "MAX_LOGIT_BYTES", 4 * VOCAB_SIZE * 10)
+    values = tf.function(lambda: layer(network(inputs), labels))()
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    assert chunk_counts == [10]
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocab_size", "expected"),
+    [
+        ([1, 512], 128 * 1024, None),
+        ([1, 513], 128 * 1024, 512),
+        ([None, 8], 128 * 1024, 512),
+        ([None, 8], 1000, None),
+    ],
+)
+def test_auto_limits_float32_logits_to_256_mib(shape, vocab_size, expected):
+    with tf.Graph().as_default():
+        inputs = tf.compat.v1.placeholder("bfloat16", [*shape, 2])
+        logits = tf.compat.v1.placeholder("bfloat16", [*shape, vocab_size])
+        kernel = tf.zeros([2, vocab_size], "bfloat16")
+        chunked_cross_entropy.attach_product(logits, inputs, kernel, [], False, tf.identity)
+        assert chunked_cross_entropy.chunk_size(logits) == expected
+        assert chunked_cross_entropy.chunk_size(logits, None) is None
+    assert planned_memory.MAX_LOGIT_BYTES == chunked_cross_entropy.MAX_LOGIT_BYTES == 2**28
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_batches_of_unknown_size_are_divided_evenly(rows):
+    network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1)
+    network.build()
+    loss = CrossEntropyLoss(chunk_tokens=7)
+    spec = tf.TensorSpec([None, LENGTH], "int32")
+
+    @tf.function(input_signature=[spec, spec])
+    def compute(inputs, labels):
+        return loss(network(inputs), labels)
+
+    inputs = tf.random.uniform((rows, LENGTH), 4, VOCAB_SIZE, "int32")
+    expected = CrossEntropyLoss(chunk_tokens=None)(network(inputs), inputs) if rows else 0.0
+    np.testing.assert_allclose(compute(inputs, inputs), expected, rtol=1e-6)
+
+
+def test_rejects_an_invalid_chunk_size():
+    with pytest.raises((TypeError, ValueError), match="chunk_tokens"):
+        CrossEntropyLoss(chunk_tokens=0)
