@@ -9,10 +9,12 @@ import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.preference import SequenceLogProbability
 from dtransformer.models import CausalLM, MaskedLM
+from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tensor_parallel import chunked_cross_entropy
 from dtransformer.planner import memory as planned_memory
 from dtransformer.trainers import Trainer
 from tests import on_mesh
+from tests.shared_runs import on_ranks
 
 VOCAB_SIZE, ROWS, LENGTH = 103, 4, 18
 UNTIED = {"tied_head": False, "head_bias": True}
@@ -49,14 +51,14 @@ def train(chunk_tokens, steps=3, model=CausalLM, dtype="float32", jit_compile=Fa
     keras.utils.set_random_seed(0)
     dtransformer.set_seed(0)
     sizes = {"hidden_size": 32, "num_heads": 2, "num_layers": 1, "dropout_rate": 0.0}
-    network = model(VOCAB_SIZE, dtype=dtype, **sizes, **options)
+    network = model(VOCAB_SIZE, dtype=dtype, **{**sizes, **options})
     trainer = Trainer(network)
     loss = CrossEntropyLoss(0.1, ignore_id=-100, z_loss=0.01, chunk_tokens=chunk_tokens)
     trainer.compile(keras.optimizers.SGD(0.5), loss, jit_compile=jit_compile)
     logs = [trainer.train_on_batch(*batch(), return_dict=True) for _ in range(steps)]
     logs.append(trainer.evaluate(*batch(), batch_size=ROWS, return_dict=True, verbose=0))
     values = [[log["loss"], log["accuracy"]] for log in logs]
-    weights = np.concatenate([np.ravel(weight) for weight in network.get_weights()])
+    weights = np.concatenate([np.ravel(weight) for weight in trainer.get_weights()])
     return np.array(values, float), weights
 
 
@@ -101,6 +103,30 @@ def test_tied_head_on_data_and_model_axes_equals_all_logits():
     with pytest.MonkeyPatch.context() as patch:
         sizes = mesh_matches(patch, CAPPED, data_parallel=2, model_parallel=2)
         assert set(sizes) == {24}
+
+
+def check_on_ranks():
+    """Check 20 steps with a tied and an untied head against the loss from all logits."""
+    for options in ({"num_layers": 2}, {"num_layers": 2, **UNTIED}):
+        expected = train(None, steps=20, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            sizes = record_chunks(patch)
+            assert_equal(train(6, steps=20, **options), expected, 1e-5)
+        assert set(sizes) <= {6}
+        if job.stage()[0] == job.stage()[1] - 1:  # The last stage computes the loss.
+            assert sizes
+
+
+@pytest.mark.long
+@on_ranks("dp2@2x1+shard2")
+def test_losses_on_data_ranks_equal_the_loss_from_all_logits():
+    check_on_ranks()
+
+
+@pytest.mark.long
+@on_ranks("pp2m2-1f1b@2x1")
+def test_losses_in_a_pipeline_equal_the_loss_from_all_logits():
+    check_on_ranks()
 
 
 def stored_shapes(chunk_tokens):
