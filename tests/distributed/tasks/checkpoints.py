@@ -35,7 +35,10 @@ RESTORED = {
     name: QUICK[-2:] if name == ALONE else CHAIN[max(index - 2, 0) : index]
     for index, name in enumerate(CHAIN)
 }
-RESTORED["mp2@2x1"] = (ALONE,)  # The layout with the largest mesh runs first; see `launch_runs`.
+# The layout with the largest mesh runs first in a launch (see `launch_runs`), and launches of four
+# ranks may run before launches of two.
+RESTORED["mp2@2x1"] = (ALONE,)
+RESTORED["dp2pp2m2-1f1b@4x1+shard3"] = (ALONE,)
 # Layouts of runs that are resumed on the same layout (long suite).
 RESUMED = ("alone@1x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1")
 # Layouts with replicated 16-bit copies of sharded weights, and loss scaling.
