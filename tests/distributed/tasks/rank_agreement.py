@@ -134,8 +134,10 @@ def refused():
         "schedules": fit(rate=decay),
         "rate within an epoch": fit(On("on_train_batch_begin", set_rate(0.02), rank=1, index=2)),
     }
-    # Without a common copy of the weights, ranks cannot be compared.
-    if dtransformer.get_parallel_config().optimizer_shard < 3:
+    # Without a common copy of the weights, ranks cannot be compared. A mesh of two ranks computes
+    # new values together, so a single rank waits until the watchdog ends the job.
+    config = dtransformer.get_parallel_config()
+    if config.optimizer_shard < 3 and config.model_parallel == 1:
         results["set weights"] = fit(On("on_epoch_end", halve_weights, rank=1, index=0))
     return results
 
