@@ -135,6 +135,7 @@ NAMES = (
     planner.get_model,
     planner.plan,
     trainers.ModelCheckpoint,
+    trainers.Muon,
     trainers.SpikeGuard,
     trainers.Trainer,
 )

@@ -113,8 +113,8 @@ def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
 
 # Models with adapters whose float32 weights fill a device, and the layout with bfloat16 weights.
 HINTS = [
-    ("llama3_8b", 1, "h100", 32, "one device · 32 micro-batches of 1,"),
-    ("llama3_8b", 2, "h100", 32, "data 2 · 16 micro-batches of 1,"),
+    ("llama2_13b", 1, "h100", 32, "one device · 32 micro-batches of 1,"),
+    ("llama2_13b", 2, "h100", 32, "data 2 · 16 micro-batches of 1,"),
     ("llama2_13b", 8, "a100", 64, "data 8 · 8 micro-batches of 1,"),
 ]
 
@@ -134,7 +134,7 @@ def test_hints_at_a_simpler_layout_in_bfloat16(name, devices, device, batch, lay
 
 
 def test_hints_at_bfloat16_if_nothing_else_fits():
-    model, cluster = get_model("llama3_8b", adapter_rank=16), Cluster(get_device("a100-40"), 1)
+    model, cluster = get_model("llama2_13b", adapter_rank=16), Cluster(get_device("a100-40"), 1)
     result = plan(model, cluster, Job(32))
     assert not result.fits
     assert bfloat16_hint(result).startswith("It fits with --precision bfloat16")
