@@ -14,64 +14,51 @@ import math
 import statistics
 import subprocess
 import sys
-import time
 
 import paths  # noqa: F401
 
 KINDS = {"full": None, "chunked": "auto"}
 
 
-class Contestant:
-    """Trainer of a causal language model, and a batch of random tokens.
+def make_contestant(arguments, kind):
+    """Return the `TimedTrainer` of a causal language model, with a batch of random tokens.
 
     Args:
         arguments: Arguments of the command.
         kind: Key of `KINDS`.
     """
+    import keras
+    import numpy as np
 
-    def __init__(self, arguments, kind):
-        import keras
-        import numpy as np
+    from dtransformer.layers import CrossEntropyLoss
+    from dtransformer.models import CausalLM
+    from dtransformer.trainers import Trainer
+    from harness.paired_steps import TimedTrainer
 
-        from dtransformer.layers import CrossEntropyLoss
-        from dtransformer.models import CausalLM
-        from dtransformer.trainers import Trainer
-
-        keras.utils.set_random_seed(0)
-        network = CausalLM(
-            arguments.vocab_size,
-            hidden_size=arguments.hidden,
-            num_heads=4,
-            num_layers=arguments.layers,
-            dropout_rate=0.0,
-            pad_id=None,
-            max_length=arguments.length,
-        )
-        network.build()
-        self.trainer = Trainer(network)
-        loss = CrossEntropyLoss(chunk_tokens=KINDS[kind])
-        self.trainer.compile(
-            keras.optimizers.SGD(1e-3), loss, jit_compile=arguments.jit_compile or "auto"
-        )
-        shape = arguments.rows, arguments.length
-        inputs = np.random.default_rng(0).integers(0, arguments.vocab_size, shape, "int32")
-        self.batch = inputs, np.roll(inputs, -1, axis=1)
-        self.losses = []
-        self.seconds = []
-
-    def step(self):
-        """Train on the batch and keep the loss and the seconds."""
-        start = time.perf_counter()
-        logs = self.trainer.train_on_batch(*self.batch, return_dict=True)
-        self.losses.append(float(logs["step_loss"]))
-        self.seconds.append(time.perf_counter() - start)
+    keras.utils.set_random_seed(0)
+    network = CausalLM(
+        arguments.vocab_size,
+        hidden_size=arguments.hidden,
+        num_heads=4,
+        num_layers=arguments.layers,
+        dropout_rate=0.0,
+        pad_id=None,
+        max_length=arguments.length,
+    )
+    network.build()
+    trainer = Trainer(network)
+    loss = CrossEntropyLoss(chunk_tokens=KINDS[kind])
+    trainer.compile(keras.optimizers.SGD(1e-3), loss, jit_compile=arguments.jit_compile or "auto")
+    shape = arguments.rows, arguments.length
+    inputs = np.random.default_rng(0).integers(0, arguments.vocab_size, shape, "int32")
+    return TimedTrainer(trainer, (inputs, np.roll(inputs, -1, axis=1)))
 
 
 def measure_memory(arguments, kind):
     """Return the increase of this process' peak resident memory over two steps, in bytes."""
     from harness.measure import peak_bytes
 
-    contestant = Contestant(arguments, kind)
+    contestant = make_contestant(arguments, kind)
     before = peak_bytes()
     contestant.step()
     contestant.step()
@@ -86,6 +73,8 @@ def measure_in_process(kind):
 
 
 def main():
+    from harness.paired_steps import compare_steps, take_turns
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1)
@@ -100,18 +89,12 @@ def main():
         print(json.dumps(measure_memory(arguments, arguments.memory_of)))
         return
     peaks = {kind: measure_in_process(kind) for kind in KINDS}
-    contestants = {kind: Contestant(arguments, kind) for kind in KINDS}
+    contestants = {kind: make_contestant(arguments, kind) for kind in KINDS}
     for contestant in contestants.values():
-        contestant.step()
-        contestant.step()  # The first two steps compile.
-        contestant.seconds.clear()
-    for index in range(arguments.rounds):
-        for kind in list(KINDS)[:: (-1) ** index]:
-            contestants[kind].step()
+        contestant.warm_up()
     full, chunked = contestants.values()
+    take_turns([full, chunked], arguments.rounds)
     num_tokens = math.prod(full.batch[0].shape)
-    ratios = [x / y for x, y in zip(full.seconds, chunked.seconds)]
-    differences = [abs(x / y - 1) for x, y in zip(chunked.losses, full.losses)]
     arguments = {name: x for name, x in vars(arguments).items() if name != "memory_of"}
     report = {
         "arguments": arguments,
@@ -121,9 +104,7 @@ def main():
             kind: round(num_tokens / statistics.median(contestant.seconds), 1)
             for kind, contestant in contestants.items()
         },
-        "ratios": [round(x, 2) for x in ratios],
-        "median_ratio": round(statistics.median(ratios), 2),
-        "loss_difference": max(differences),
+        **compare_steps(full, chunked),
     }
     print(json.dumps(report))
 

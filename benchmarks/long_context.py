@@ -11,7 +11,7 @@ Trains a language model on one row of `--length` tokens, on one rank and on seve
 - `activation_bytes`: peak of TensorFlow's allocator in a step, above the memory before the step
 - `share`: `activation_bytes` divided by the value of one rank
 - `peak_bytes`: peak resident memory of the process
-- `seconds_per_step`: median of the timed steps, in which all ranks share the cores of the machine
+- `seconds_per_step`: median of the timed steps; all ranks share the cores of the machine
 - `sent_bytes`: bytes that a device sends in a step
 
 `--budget_mb` limits the memory of each rank for model and training, and `fits` is whether it suffices.

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import statistics
-import time
 
 import paths  # noqa: F401
 
@@ -36,62 +35,53 @@ def make_batch(rows, length, rate, vocab_size, all_positions):
     return inputs, np.stack([labels for _, labels in examples])
 
 
-class Contestant:
-    """Trainer of a BERT and its batch.
+def make_contestant(arguments, all_positions):
+    """Return the `TimedTrainer` of a BERT.
 
     Args:
         arguments: Arguments of the command.
         all_positions: Boolean, whether to compute logits at all positions.
     """
+    import keras
 
-    def __init__(self, arguments, all_positions):
-        import keras
+    from dtransformer.layers import CrossEntropyLoss
+    from dtransformer.models import MaskedLM
+    from dtransformer.trainers import Trainer
+    from harness.paired_steps import TimedTrainer
 
-        from dtransformer.layers import CrossEntropyLoss
-        from dtransformer.models import MaskedLM
-        from dtransformer.reports.throughput import tokens_and_flops
-        from dtransformer.trainers import Trainer
+    keras.utils.set_random_seed(0)
+    vocab_size = arguments.vocab_size
+    network = MaskedLM(
+        vocab_size,
+        hidden_size=arguments.hidden,
+        num_heads=arguments.hidden // 64,
+        num_layers=arguments.layers,
+        dropout_rate=0.0,
+    )
+    trainer = Trainer(network)
+    trainer.compile(keras.optimizers.SGD(1e-3), CrossEntropyLoss(ignore_id=-100))
+    options = arguments.rows, arguments.length, arguments.rate, vocab_size
+    return TimedTrainer(trainer, make_batch(*options, all_positions))
 
-        keras.utils.set_random_seed(0)
-        vocab_size = arguments.vocab_size
-        network = MaskedLM(
-            vocab_size,
-            hidden_size=arguments.hidden,
-            num_heads=arguments.hidden // 64,
-            num_layers=arguments.layers,
-            dropout_rate=0.0,
-        )
-        self.trainer = Trainer(network)
-        self.trainer.compile(keras.optimizers.SGD(1e-3), CrossEntropyLoss(ignore_id=-100))
-        options = arguments.rows, arguments.length, arguments.rate, vocab_size
-        self.batch = make_batch(*options, all_positions)
-        logits = network(self.batch[0])
-        self.logits_bytes = math.prod(logits.shape) * logits.dtype.size
-        self.losses = []
-        self.seconds = []
-        self.step()
-        self.step()  # The first two steps compile.
-        self.seconds.clear()
-        self.tokens, self.flops = tokens_and_flops(network, *self.batch)
 
-    def step(self):
-        """Train on the batch and keep the loss and the seconds."""
-        start = time.perf_counter()
-        logs = self.trainer.train_on_batch(*self.batch, return_dict=True)
-        self.losses.append(float(logs["step_loss"]))
-        self.seconds.append(time.perf_counter() - start)
+def describe(contestant):
+    """Return a dict of the measured values of a contestant."""
+    from dtransformer.reports.throughput import tokens_and_flops
 
-    def report(self):
-        """Return a dict of the measured values."""
-        return {
-            "logits_bytes": self.logits_bytes,
-            "flops": self.flops,
-            "seconds": [round(x, 3) for x in self.seconds],
-            "tokens_per_second": round(self.tokens / statistics.median(self.seconds), 1),
-        }
+    network = contestant.trainer.network
+    logits = network(contestant.batch[0])
+    tokens, flops = tokens_and_flops(network, *contestant.batch)
+    return {
+        "logits_bytes": math.prod(logits.shape) * logits.dtype.size,
+        "flops": flops,
+        "seconds": [round(x, 3) for x in contestant.seconds],
+        "tokens_per_second": round(tokens / statistics.median(contestant.seconds), 1),
+    }
 
 
 def main():
+    from harness.paired_steps import compare_steps, take_turns
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1)
@@ -101,21 +91,17 @@ def main():
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocab-size", type=int, default=30522)
     arguments = parser.parse_args()
-    contestants = {kind: Contestant(arguments, kind == "all") for kind in KINDS}
-    for index in range(arguments.rounds):
-        for kind in KINDS[:: (-1) ** index]:
-            contestants[kind].step()
-    of_all, masked = (contestants[kind] for kind in KINDS)
-    ratios = [x / y for x, y in zip(of_all.seconds, masked.seconds)]
-    differences = [abs(x / y - 1) for x, y in zip(masked.losses, of_all.losses)]
+    contestants = [make_contestant(arguments, kind == "all") for kind in KINDS]
+    for contestant in contestants:
+        contestant.warm_up()
+    take_turns(contestants, arguments.rounds)
+    descriptions = dict(zip(KINDS, map(describe, contestants)))
     report = {
         "arguments": vars(arguments),
-        "positions": masked.batch[1].shape[1],
-        **{kind: contestants[kind].report() for kind in KINDS},
-        "ratios": [round(x, 2) for x in ratios],
-        "median_ratio": round(statistics.median(ratios), 2),
-        "flops_ratio": round(of_all.flops / masked.flops, 3),
-        "loss_difference": max(differences),
+        "positions": contestants[1].batch[1].shape[1],
+        **descriptions,
+        **compare_steps(*contestants),
+        "flops_ratio": round(descriptions["all"]["flops"] / descriptions["masked"]["flops"], 3),
     }
     print(json.dumps(report))
 

@@ -82,7 +82,7 @@ def _read_names(node):
 
 
 def main() -> None:
-    """Print the attributes of a folder's classes and their number."""
+    """Print and count the attributes that classes of a folder set or share."""
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "dtransformer/trainers"
     lines = foreign_attributes(folder.resolve())
     print(*lines, f"{len(lines)} attributes of a class are set or shared by another", sep="\n")

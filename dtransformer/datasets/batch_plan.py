@@ -39,7 +39,7 @@ def plan_batches(
         buckets: Integer, number of length buckets (1 disables bucketing), or an increasing list of
             the maximum length of each bucket. Defaults to 8.
         min_rows: Integer. Minimum number of sentences of a batch, which is the number of ranks that
-            share it. It changes the plan only if a batch has fewer than twice as many sentences. A
+            share it. It changes the plan only if a batch has fewer than twice this number. A
             smaller remainder is left out. Defaults to 1.
         shuffle: Boolean. Whether to shuffle sentences within buckets, and the order of batches.
             Defaults to `True`.

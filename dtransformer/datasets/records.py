@@ -252,14 +252,12 @@ def get_preference(record: Record, place: str) -> tuple[Turns | str, Turns | str
         prompt = record.get("prompt")
         sides = [get_text(record, x, place) for x in _SIDES]
         if isinstance(prompt, list):
-            chosen, rejected = ([{"role": "assistant", "content": text}] for text in sides)
+            chosen, rejected = (_as_turns(text, "assistant") for text in sides)
             return check_messages(prompt, place), chosen, rejected
         return get_text(record, "prompt", place), *sides
     chosen, rejected = (check_messages(side, f"{place}, {key}") for side, key in zip(sides, _SIDES))
     if "prompt" in record:
-        prompt = record["prompt"]
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt = check_messages(prompt, f"{place}, prompt")
+        prompt = check_messages(_as_turns(record["prompt"], "user"), f"{place}, prompt")
         common = len(prompt)
         if chosen[:common] != prompt or rejected[:common] != prompt:
             if {chosen[0]["role"], rejected[0]["role"]} & {"system", "user"}:
@@ -301,7 +299,10 @@ def get_labeled_answer(record: Record, place: str) -> tuple[Turns | str, Turns |
         return get_text(record, "prompt", place), get_text(record, "completion", place), bool(label)
     sides = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
-        value = record.get(key)
-        value = [{"role": role, "content": value}] if isinstance(value, str) else value
-        sides.append(check_messages(value, f"{place}, {key}"))
+        sides.append(check_messages(_as_turns(record.get(key), role), f"{place}, {key}"))
     return *sides, bool(label)
+
+
+def _as_turns(value, role):
+    """Return a text as a conversation of one turn, and other values unchanged."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value

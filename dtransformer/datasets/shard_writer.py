@@ -169,7 +169,7 @@ class ShardFiles:
         self._size = 0
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, counts: list[int] | None) -> None:
-        """Add documents, except those without a token or with a part without a token.
+        """Add documents, but skip documents that have an empty part or no token.
 
         Args:
             ids: int [n], the tokens of all parts, concatenated.

@@ -17,10 +17,10 @@ import tensorflow as tf
 from dtransformer.layers.base import Layer
 from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import head_nll
 
-PREFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "simpo", "orpo")
+REFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo")  # They need a reference model.
+PREFERENCE_LOSSES = (*REFERENCE_LOSSES, "simpo", "orpo")
 MEAN_LOSSES = ("sigmoid_norm", "ipo", "simpo", "orpo")  # They compare means over tokens.
 SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "simpo")
-REFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo")  # They need a reference model.
 
 
 class SequenceLogProbability(Layer):
@@ -81,7 +81,7 @@ class PreferenceLoss(keras.losses.Loss):
     | `"sigmoid_norm"` | as `"sigmoid"` | means over tokens |
     | `"hinge"` | max(0, 1 − β·h) | sums over tokens |
     | `"ipo"` | (h − 1/(2β))² | means over tokens |
-    | `"simpo"` | as `"sigmoid"`, with β·(c − r) − γ in place of β·h | means over tokens |
+    | `"simpo"` | as `"sigmoid"`, with β·(c − r) − γ instead of β·h | means over tokens |
     | `"orpo"` | −c − β·log σ(log odds(c) − log odds(r)), odds(x) = eˣ / (1 − eˣ) | means over tokens |
 
     Args:

@@ -22,10 +22,7 @@ import tensorflow as tf
 from dtransformer.parallel.ops.split_backward import is_splitting_backward
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatched
 from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_stage
-from dtransformer.parallel.recompute.recompute import (
-    recomputed,
-    sum_gradients_first,
-)
+from dtransformer.parallel.recompute.recompute import recomputed, sum_gradients_first
 from dtransformer.parallel.zero import units
 from dtransformer.parallel.zero.units import is_unit, start_unit
 

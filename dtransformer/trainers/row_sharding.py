@@ -58,10 +58,10 @@ class RowSharding:
         """
         if not self.is_global:
             return batch
+        if num_parts == 1:
+            return take_shard(batch, *job.data_shard())
         parts = (take_shard(batch, i, num_parts) for i in range(num_parts))
         local_parts = [take_shard(part, *job.data_shard()) for part in parts]
-        if num_parts == 1:
-            return local_parts[0]
         with tf.device("CPU:0"):
             return keras.tree.map_structure(concat_rows, *local_parts)
 

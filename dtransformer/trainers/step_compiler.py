@@ -1,7 +1,7 @@
 """The compile strategy of a step: one `tf.function` for all of it, or one for each part.
 
 On one device the full step is one function, so that TensorFlow reduces the gradients of the last
-blocks while it computes those of the first blocks. On a mesh and in a pipeline the engine compiles
+blocks while it still computes the first blocks. On a mesh and in a pipeline the engine compiles
 its functions separately. The rest of the step works on this rank's shards and is also compiled in
 parts: in one function with the network, TensorFlow would take much longer to optimize it.
 """

@@ -56,12 +56,12 @@ class StepMetrics:
 
     @property
     def needs_outputs(self):
-        """Whether a metric needs labels and outputs."""
+        """True if a metric needs labels and outputs."""
         return self._compiled is not None
 
     @property
     def is_built(self):
-        """Whether all metrics have created their states."""
+        """True if all metrics have created their states."""
         return self._compiled is None or self._compiled.built
 
     def build(self, labels, outputs, sample_weight=None):

@@ -637,8 +637,8 @@ class Trainer(keras.Model):
     def communication_report(self) -> CommunicationReport:
         """Return a `dtransformer.reports.communication.CommunicationReport` of the training step.
 
-        It lists the collectives of the mesh as DTensor lowered them, those of data-parallel ranks
-        from the step's graphs, and the messages between pipeline stages. For networks with the
+        It lists the collectives of the mesh as DTensor lowered them, the collectives of data-parallel
+        ranks from the step's graphs, and the messages between pipeline stages. For networks with the
         method `stream_shapes(inputs)` it also lists the theoretical volumes.
 
         Raises:

@@ -17,14 +17,14 @@ FAILURES = {
     ("crash", "data"): ["Fatal Python error: Segmentation fault", "in on_train_batch_end"],
     ("midst", "stage"): ["this rank has had enough", ENDED],
     ("save", "data"): ["Process name: 1", "Exit code: 137"],
-    # What Horovod and DTensor would wait in for ever.
+    # Without the watchdog, Horovod and DTensor would wait for these ranks forever.
     ("freeze", "model"): ["rank 1 on host localhost: no heartbeat for", "rank 0 on host localhost"],
     ("unequal", "data"): ["rank 1 on host localhost: blocked the job for", "rank 0 is in step 6"],
     ("loop", "stage"): ["rank 1 on host localhost: blocked the job for", "callbacks after step 5"],
     ("freeze", "data"): ["rank 1 on host localhost: no heartbeat for"],
     ("freeze", "stage"): ["rank 1 on host localhost: no heartbeat for"],
     ("unequal", "model"): ["rank 1 on host localhost: blocked the job for"],
-    # Horovod tells of these ranks as it does of those above.
+    # Horovod reports these ranks like the killed ranks above.
     ("kill", "data"): ["Process name: 1", "Exit code: 137"],
     ("kill", "stage"): ["Process name: 1", "Exit code: 137"],
 }

@@ -72,7 +72,7 @@ def preference(folder, kind, examples):
 
 
 def adapted_llama(folder):
-    """Return the Llama with its adapters, of which only the adapters are trained."""
+    """Return the Llama with trainable adapters; its other weights are frozen."""
     base = transformers.LlamaForCausalLM.from_pretrained(folder / "llama").eval()
     return peft.PeftModel.from_pretrained(base, folder / "adapters", is_trainable=True).eval()
 

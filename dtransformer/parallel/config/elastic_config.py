@@ -19,9 +19,9 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     If the other degrees divide `num_devices`, they are kept, and `data_parallel` takes the rest.
     Otherwise they shrink to divisors of their values. The largest product wins, and ties keep
     `model_parallel` before `context_parallel` before `pipeline_stage`. `expert_parallel` becomes
-    its greatest common divisor with the data shards, and `ulysses_shards` with
-    `context_parallel`. `fit` divides batches according to the layout,
-    so a step computes the same result. Every checkpoint can be loaded.
+    its greatest common divisor with the data shards, and `ulysses_shards` with `context_parallel`.
+    `fit` divides batches according to the layout, so a step computes the same result. Every
+    checkpoint can be loaded.
 
     Args:
         config: Requested `TransformerOpParallelConfig`.

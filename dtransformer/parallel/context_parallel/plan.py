@@ -121,7 +121,7 @@ class ContextPlan:
         return self.position_parts == 1
 
     @property
-    def num_own_queries(self) -> int:
+    def num_local_queries(self) -> int:
         """Number of queries of a shard for each of its heads."""
         return self.num_queries // self.position_parts
 
@@ -133,8 +133,8 @@ class ContextPlan:
     def positions(self, shard: int) -> range:
         """Return the positions of a shard's queries, in order."""
         part = shard // self.head_parts
-        first = part if self.is_striped else part * self.num_own_queries
-        return range(first, first + self.stride * self.num_own_queries, self.stride)
+        first = part if self.is_striped else part * self.num_local_queries
+        return range(first, first + self.stride * self.num_local_queries, self.stride)
 
     @property
     def round_parts(self) -> list[Range]:
@@ -161,7 +161,7 @@ class ContextPlan:
 
     def rows(self, size: int) -> list[Range]:
         """Return the index ranges of a shard's queries in blocks of at most `size`."""
-        total = self.num_own_queries
+        total = self.num_local_queries
         return [(first, min(first + size, total)) for first in range(0, total, size)]
 
     def bounds(self, row: Range) -> Range:

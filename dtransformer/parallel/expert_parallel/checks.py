@@ -54,7 +54,7 @@ def check_layout(config: MoEConfig) -> None:
             f"work with `micro_batch_num={parallel.micro_batch_num}`, because a micro-batch is "
             f"computed before the next one is known. {fix}"
         )
-    if job.mesh() is not None and job.data_shard()[1] > 1:
+    if job.has_mesh_replicas():
         raise ValueError(
             "`expert_group_size=None` forms one group of all tokens of the global batch. It does not "
             f"work with {job.data_shard()[1]} replicas of a mesh, which do not exchange counts during "

@@ -184,6 +184,11 @@ def data_shard() -> tuple[int, int]:
     return current().topology.data_shard(current().rank)
 
 
+def has_mesh_replicas() -> bool:
+    """Return whether several meshes share every batch."""
+    return mesh() is not None and data_shard()[1] > 1
+
+
 def row_multiple() -> int:
     """Return a number that must divide the number of rows in every batch of a rank.
 

@@ -57,24 +57,36 @@ class InBatchLoss(keras.losses.Loss):
         self.dimensions = tuple(dimensions)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        dimensions = self.dimensions or (y_pred.shape[-1],)
-        return tf.add_n([self._nll(y_true, y_pred[..., :size]) for size in dimensions])
-
-    def _nll(self, ids, vectors):
-        vectors = tf.math.l2_normalize(vectors, axis=-1)
-        queries = vectors[:, 0]
-        positive = tf.reduce_sum(queries * vectors[:, 1], axis=-1) / self.temperature
+        all_ids = _all_rows(y_true)
         # Slices keep the dimension, because DTensor crashes if a vector is expanded.
-        query = ids[:, :1]
-        text = ids[:, 1:2]
-        query_ids = _all_rows(ids[:, :1])[:, 0]
+        query = y_true[:, :1]
+        text = y_true[:, 1:2]
+        sides = range(1, y_pred.shape[1])
+        excluded = []
+        for side in sides:
+            ids = all_ids[:, side]
+            excluded.append((ids == text) | (ids == query) | (ids == 0))
+        excluded[0] |= all_ids[:, 0] == query
+        texts = [_all_rows(y_pred[:, side]) for side in sides]
+        losses = []
+        for size in self.dimensions or (y_pred.shape[-1],):
+            pairs = tf.math.l2_normalize(y_pred[:, :2, :size], axis=-1)
+            candidates = [tf.math.l2_normalize(x[:, :size], axis=-1) for x in texts]
+            losses.append(self._nll(pairs, candidates, excluded))
+        return tf.add_n(losses)
+
+    def _nll(self, pairs, candidates, excluded):
+        """Return the loss of each query, [b].
+
+        Args:
+            pairs: Tensor [b, 2, h]. Unit vectors of the queries and their positive texts.
+            candidates: List of tensors [n, h]. Unit vectors of texts.
+            excluded: List of boolean tensors [b, n], `True` where a text is no negative.
+        """
+        queries = pairs[:, 0]
+        positive = tf.reduce_sum(queries * pairs[:, 1], axis=-1) / self.temperature
         scores = []
-        for side in range(1, vectors.shape[1]):
-            texts = _all_rows(vectors[:, side])
-            text_ids = _all_rows(ids[:, side : side + 1])[:, 0]
-            is_excluded = (text_ids == text) | (text_ids == query) | (text_ids == 0)
-            if side == 1:
-                is_excluded |= query_ids == query
+        for texts, is_excluded in zip(candidates, excluded):
             similarities = tf.matmul(queries, texts, transpose_b=True) / self.temperature
             scores.append(similarities - 1e9 * tf.cast(is_excluded, similarities.dtype))
         negatives = tf.reduce_logsumexp(tf.concat(scores, axis=1), axis=-1)
@@ -82,7 +94,7 @@ class InBatchLoss(keras.losses.Loss):
 
 
 def _all_rows(x):
-    """Return the rows [b, n] of all data ranks, replicated on a mesh."""
+    """Return the rows [b, h] of all data ranks, replicated on a mesh."""
     if job.data_shard()[1] > 1:
         x = collectives.all_gather(x, group=job.data_parallel_group())
     return constrain(x, (None, None))
@@ -110,8 +122,7 @@ class Embedding(LabelTask):
         return [get_text({"negatives": text}, "negatives", place) for text in negatives]
 
     def read(self, part: str | None = None) -> None:
-        shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
-        if self.config.parallel.micro_batch_num > 1 or shards_mesh:
+        if self.config.parallel.micro_batch_num > 1 or job.has_mesh_replicas():
             raise InputError(
                 "Task embedding compares each query with all texts of a batch. Set "
                 "micro_batch_num=1, and do not combine data_parallel with model_parallel, "

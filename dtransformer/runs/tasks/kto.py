@@ -75,7 +75,7 @@ class KTO(PairTask):
     """
 
     def read(self, part: str | None = None) -> None:
-        if job.mesh() is not None and job.data_shard()[1] > 1:
+        if job.has_mesh_replicas():
             raise InputError(
                 "Task kto estimates a divergence from all rows of a batch. Do not combine "
                 "data_parallel on several ranks with model_parallel, context_parallel or local_devices."
@@ -133,7 +133,7 @@ class KTO(PairTask):
             return (log_p - targets[:, :2])[:, 1]
 
         functions = (accuracy, margin, divergence)
-        means = [keras.metrics.MeanMetricWrapper(of, name=of.__name__) for of in functions]
+        means = [keras.metrics.MeanMetricWrapper(fn, name=fn.__name__) for fn in functions]
         return {"weighted_metrics": means}
 
 

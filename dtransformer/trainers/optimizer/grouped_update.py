@@ -261,7 +261,7 @@ def _group_settings(optimizer, group):
     settings = _compat.learning_rate_times(optimizer, group.rate_factor)
     if group.weight_decay is not None:
         settings["weight_decay"] = group.weight_decay
-        # Keras multiplies it by the learning rate of matrices.
-        ratio = getattr(optimizer, "adam_lr_ratio", 1)
-        settings["adam_weight_decay"] = group.weight_decay * ratio
+        if hasattr(optimizer, "adam_weight_decay"):
+            # Muon multiplies it by the learning rate of matrices.
+            settings["adam_weight_decay"] = group.weight_decay * optimizer.adam_lr_ratio
     return settings

@@ -68,7 +68,7 @@ class Reduction:
         shards: List of `PlannedShard`s.
         buckets: List of lists of positions in `shards`.
         stores_sums: Boolean. Whether ranks store the sums until the update. Otherwise they store
-            the gradients of `Call arguments`.
+            the gradients as passed.
 
     Call arguments:
         gradients: List of tensors, one per planned shard, as an engine returns them. `None` for

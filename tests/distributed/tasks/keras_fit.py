@@ -146,7 +146,7 @@ def with_calls():
 
 
 def begun():
-    """Return how often training, validation and prediction start to iterate their dataset."""
+    """Count the iterations over the datasets of training, validation and prediction."""
     times = [0, 0, 0]
 
     def dataset(index):
