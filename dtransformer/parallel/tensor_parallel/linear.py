@@ -31,6 +31,7 @@ from dtransformer.parallel.mesh.axis_rules import (
 )
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.low_rank import get_low_rank
+from dtransformer.parallel.ops.quantized_kernel import is_quantized, multiply_dequantized
 from dtransformer.parallel.ops.split_backward import is_split, product
 from dtransformer.parallel.recompute.recompute import keep_for_recompute
 from dtransformer.parallel.tracing import trace
@@ -169,6 +170,10 @@ def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf
 
 def _columns(x, kernels, axes):
     """Return the products without low-rank adapters. See `column_parallel`."""
+    if any(map(is_quantized, kernels)):
+        if not all(map(is_quantized, kernels)):
+            return [_columns(x, [kernel], axes)[0] for kernel in kernels]
+        return multiply_dequantized(lambda x, values: _columns(x, values, axes), x, kernels)
     if not trace.is_on_mesh():
         return [matmul(x, kernel) for kernel in kernels]
     sequences = _as_sequences(x, 1)
@@ -238,6 +243,8 @@ def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
 
 def _rows(x, kernel, axes):
     """Return the product without a low-rank adapter. See `row_parallel`."""
+    if is_quantized(kernel):
+        return multiply_dequantized(lambda x, values: [_rows(x, *values, axes)], x, [kernel])[0]
     if not trace.is_on_mesh():
         return matmul(x, kernel, len(axes))
 
