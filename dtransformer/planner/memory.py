@@ -13,7 +13,7 @@ from dtransformer.planner.formulas import (
 )
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.shape import BlockKind, ModelShape
+from dtransformer.planner.shape import QUANTIZED_BYTES, BlockKind, ModelShape
 from dtransformer.planner.stages import StageKind, worst_stage_costs
 
 # This library computes attention blockwise if a head has at least this number of scores s·t.
@@ -30,7 +30,8 @@ class Memory(typing.NamedTuple):
         weights, gradients, states: Model weights, their gradients and the optimizer's states.
         activations: Activations that blocks save for their backward pass.
         logits: Logits with their gradient, and saved embeddings.
-        buffers: Unsharded weights of blocks at level 3, reduction buckets at levels 1 and 2.
+        buffers: Unsharded weights of blocks at level 3, reduction buckets at levels 1 and 2, and
+            a dequantized kernel.
     """
 
     weights: np.ndarray
@@ -147,13 +148,17 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
     trained = stage_parameters(model, layouts, stage, is_trained=True)
     # Frozen weights also have a float32 master copy.
     master_bytes = states - system.state_bytes
+    quantized = sum(n * model.quantized_parameters(k) for n, k in zip(stage.blocks, model.kinds)) / t
+    quantized_bytes = QUANTIZED_BYTES.get(model.base_dtype, 0)
     totals = dict.fromkeys(("weights", "gradients", "states"), 0.0)
+    totals["weights"] = state_bytes(quantized, num_shards, layouts.level, quantized_bytes)[0]
     for is_trained, sizes in (
         (False, (weights, 0, master_bytes)),
         (True, (0, gradients, system.state_bytes)),
     ):
         expert_parameters = stage_expert_parameters(model, layouts, stage, is_trained)
-        dense_parameters = (trained if is_trained else parameters) - expert_parameters
+        dense_parameters = trained if is_trained else parameters - quantized
+        dense_parameters = dense_parameters - expert_parameters
         dense = state_bytes(dense_parameters, num_shards, layouts.level, *sizes, accumulates)
         expert_shards = num_shards / expert_parallel
         experts = state_bytes(expert_parameters, expert_shards, layouts.level, *sizes, accumulates)
@@ -174,11 +179,32 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
     )
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
+    dequantized = 0.0
+    if model.base_dtype is not None:
+        unsharded = 2 * _stored_block_bytes(model, item_bytes) / t
+        # A product dequantizes its kernel in float32.
+        dequantized = _largest_kernel(model) * (4 + item_bytes) / t
     bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
-    totals["buffers"] = np.where(
+    totals["buffers"] = dequantized + np.where(
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )
     return totals
+
+
+def _stored_block_bytes(model, item_bytes):
+    """Return the bytes of the largest block with quantized kernels."""
+    return max(
+        model.quantized_parameters(kind) * QUANTIZED_BYTES[model.base_dtype]
+        + (model.block_parameters(kind) - model.quantized_parameters(kind)) * item_bytes
+        for kind in model.kinds
+    )
+
+
+def _largest_kernel(model):
+    """Return the number of elements of the largest kernel that is quantized."""
+    kernels = [x * y for x, y in model.attention_kernels().values()]
+    dense = [model.config.ffn_hidden_size] * any(not kind.has_experts for kind in model.kinds)
+    return max([*kernels, *(model.config.hidden_size * size for size in dense)])
 
 
 def logit_elements(elements, layouts: Layouts):

@@ -100,7 +100,7 @@ class CommunicationReport:
         """
         elements = 0
         for c in self.get_layer(path):
-            if c.over == "model":
+            if c.over == "model" and c.elements > 1:  # A scalar only orders computations.
                 elements += c.elements if c.kind == "all-reduce" else c.elements / 2
         return round(elements)
 

@@ -108,7 +108,9 @@ class BlockLayout:
     @property
     def group_blocks(self) -> int:
         """Number of blocks of a feature of the other side in a group."""
-        return math.gcd(self.block_features // BLOCK_SIZE, _MAX_GROUP)
+        num_blocks = self.block_features // BLOCK_SIZE
+        sizes = range(min(num_blocks, _MAX_GROUP), 0, -1)
+        return next(size for size in sizes if num_blocks % size == 0)
 
     @property
     def part_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -156,10 +158,10 @@ class BlockLayout:
             if self.along_inputs
             else (*others, *full[self.num_inputs :])
         )
-        slices = [slice(None)] * len(bounds)
-        first_block = 0 if self.along_inputs else len(bounds) - 2
-        for dimension in (first_block, first_block + 1):
-            slices[dimension] = slice(*bounds[dimension])
+        slices = [
+            slice(None) if start <= dimension < start + num_others else slice(*ends)
+            for dimension, ends in enumerate(bounds)
+        ]
         return kernel_bounds, tuple(slices)
 
     def with_shape(self, shape: tuple[int, ...]) -> "BlockLayout":
