@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import dtransformer
+from dtransformer import TransformerOpParallelConfig, parallel_config
 from dtransformer.errors import InputError
 from dtransformer.models import (
     CausalLM,
@@ -34,6 +35,7 @@ from dtransformer.runs import needs
 from tests.models.test_freezing import make_trainer
 from tests.models.test_lora import LLAMA
 from tests.on_mesh import on_mesh, start
+from tests.tolerances import TRAINING_16_BIT
 
 # Columns, rows, and both kinds of attention kernels.
 KERNELS = {
@@ -174,21 +176,29 @@ def test_dequantized_kernels_are_not_stored_until_the_backward_pass():
     assert 64 * 128 not in saved_sizes(kernels)
 
 
-@pytest.mark.parametrize("kind, tolerance", [("nf4", 0.05), ("int8", 0.005)])
+@pytest.mark.parametrize("kind, tolerance", [("nf4", 0.015), ("int8", 0.005)])
 def test_losses_follow_adapters_of_the_unquantized_network(kind, tolerance):
     expected, _ = train(build_network())
     losses, _ = train(build_network(kind))
     assert losses[-1] < 0.2 * losses[0]
-    np.testing.assert_allclose(losses, expected, rtol=tolerance)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=tolerance * expected[0])
     assert not np.array_equal(losses, expected)
 
 
-@pytest.mark.parametrize("options", [{"recompute": True}, {"dtype": "mixed_bfloat16"}])
-def test_other_options_train(options):
-    reference, _ = train(build_network("nf4", **{**options, "recompute": False}), 5)
-    losses, _ = train(build_network("nf4", **options), 5)
-    np.testing.assert_allclose(losses, reference, rtol=1e-6)
-    assert losses[-1] < losses[0]
+def test_recompute_does_not_change_losses():
+    expected, _ = train(build_network("nf4"), 3)
+    with parallel_config(TransformerOpParallelConfig(recompute=True)):
+        losses, _ = train(build_network("nf4"), 3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_16_bit_network_follows_float32():
+    expected, _ = train(build_network("nf4"), 3)
+    network = build_network("nf4", dtype="bfloat16")
+    losses, _ = train(network, 3)
+    np.testing.assert_allclose(losses, expected, rtol=TRAINING_16_BIT["mixed_bfloat16"])
+    merge_lora(network)
+    assert {weight.dtype for weight in network.weights} == {"bfloat16"}
 
 
 @on_mesh

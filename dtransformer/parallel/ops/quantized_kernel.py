@@ -80,13 +80,12 @@ def is_quantized(kernel) -> bool:
 
 def get_quantized_kernels(layer: keras.layers.Layer) -> list[QuantizedKernel]:
     """Return the quantized kernels of a layer and its sublayers whose parts this rank stores."""
-    stored = {id(variable) for variable in layer.variables}
-    return [
-        kernel
+    by_codes = {
+        id(kernel.parts["codes"]): kernel
         for sublayer in _compat.flat_layers(layer)
         for kernel in getattr(sublayer, "quantized_kernels", {}).values()
-        if id(kernel.parts["codes"]) in stored
-    ]
+    }
+    return [by_codes[id(variable)] for variable in layer.variables if id(variable) in by_codes]
 
 
 def multiply_dequantized(
