@@ -174,5 +174,5 @@ def test_runs_with_quantized_kernels_export_their_results(place, capsys):
     capsys.readouterr()
     path = place / "again.yaml"
     path.write_text(json.dumps(CONFIGS["chat"] | {"model": again, "tokenizer": {}}))
-    assert main(["train", "--config", str(path), "--run", "runs/again"]) == 1
+    assert main(["train", "--config", str(path), "--run", "runs/again"]) == 2
     assert "requires a published folder in `model.from`" in capsys.readouterr().err
