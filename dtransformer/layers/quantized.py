@@ -44,8 +44,7 @@ class QuantizedMixin(keras.layers.Layer):
     ) -> QuantizedKernel:
         """Add the stored parts of a quantized kernel.
 
-        Each rank quantizes only its shards. The full-precision value exists only meanwhile, in
-        host memory.
+        Each rank quantizes only its shards. No rank stores the kernel in full precision.
 
         Args:
             layout: `BlockLayout` of the kernel.

@@ -31,7 +31,7 @@ class Memory(typing.NamedTuple):
         activations: Activations that blocks save for their backward pass.
         logits: Logits with their gradient, and saved embeddings.
         buffers: Unsharded weights of blocks at level 3, reduction buckets at levels 1 and 2, and
-            a dequantized kernel.
+            kernels that are dequantized together.
     """
 
     weights: np.ndarray
@@ -179,32 +179,17 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
     )
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
+    largest_quantized = max(model.quantized_parameters(kind) for kind in model.kinds) / t
+    unsharded -= 2 * largest_quantized * (item_bytes - quantized_bytes)
     dequantized = 0.0
-    if model.base_dtype is not None:
-        unsharded = 2 * _stored_block_bytes(model, item_bytes) / t
-        # A product dequantizes its kernel in float32.
-        dequantized = _largest_kernel(model) * (4 + item_bytes) / t
+    if model.base_dtype is not None:  # The first products of a feed-forward layer, in float32.
+        kernels = (1 + model.gated) * model.config.hidden_size * model.config.ffn_hidden_size
+        dequantized = kernels * (4 + item_bytes) / t
     bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
     totals["buffers"] = dequantized + np.where(
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )
     return totals
-
-
-def _stored_block_bytes(model, item_bytes):
-    """Return the bytes of the largest block with quantized kernels."""
-    return max(
-        model.quantized_parameters(kind) * QUANTIZED_BYTES[model.base_dtype]
-        + (model.block_parameters(kind) - model.quantized_parameters(kind)) * item_bytes
-        for kind in model.kinds
-    )
-
-
-def _largest_kernel(model):
-    """Return the number of elements of the largest kernel that is quantized."""
-    kernels = [x * y for x, y in model.attention_kernels().values()]
-    dense = [model.config.ffn_hidden_size] * any(not kind.has_experts for kind in model.kinds)
-    return max([*kernels, *(model.config.hidden_size * size for size in dense)])
 
 
 def logit_elements(elements, layouts: Layouts):

@@ -26,11 +26,9 @@ _ADAPTED = (
 )  # fmt: skip
 
 # Bytes per parameter of quantized kernels: codes, and 8 bits and a group's scale and offset per
-# block of 64. `block_quantization.bytes_per_parameter` computes the same.
-QUANTIZED_BYTES = {
-    "nf4": 1 / 2 + (1 + 2 * 4 / 256) / 64,
-    "int8": 1 + (1 + 2 * 4 / 256) / 64,
-}
+# block of 64. `parallel.ops.block_quantization` has the formats.
+_SCALE_BYTES = (1 + 2 * 4 / 256) / 64
+QUANTIZED_BYTES = {"nf4": 1 / 2 + _SCALE_BYTES, "int8": 1 + _SCALE_BYTES}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,7 @@ KERNELS = {
 }
 IDS = np.random.default_rng(0).integers(1, 61, (8, 17)).astype("int32")
 STEPS = 20
+GROUP_FEATURES = 4
 
 
 def make_layout(kind, name):
@@ -114,8 +115,8 @@ def test_formats_match_a_reference_in_numpy(kind, name):
     blocks = reference_blocks(layout, kernel)
     num_blocks, num_features = blocks.shape[:2]
     expected = np.empty_like(blocks)
-    for first in range(0, num_features, layout.group_features):
-        group = blocks[:, first : first + layout.group_features]
+    for first in range(0, num_features, GROUP_FEATURES):
+        group = blocks[:, first : first + GROUP_FEATURES]
         maxima = np.abs(group).max(-1)
         mean = np.float32(maxima.mean(dtype="float64"))
         scale = np.abs(maxima - mean).max() / 127
@@ -137,8 +138,8 @@ def test_large_kernels_take_the_published_bytes(kind):
     shapes = layout.part_shapes
     num_bytes = sum(np.prod(shapes[name]) for name in ("codes", "absmax"))
     num_bytes += sum(4 * np.prod(shapes[name]) for name in ("scale", "offset"))
-    assert num_bytes / np.prod(layout.shape) == block_quantization.bytes_per_parameter(kind)
-    assert QUANTIZED_BYTES[kind] == block_quantization.bytes_per_parameter(kind)
+    assert num_bytes / np.prod(layout.shape) == QUANTIZED_BYTES[kind]
+    assert round(QUANTIZED_BYTES[kind], 3) == {"nf4": 0.516, "int8": 1.016}[kind]
 
 
 def test_variables_and_reports_have_half_a_byte_per_parameter():
@@ -150,7 +151,7 @@ def test_variables_and_reports_have_half_a_byte_per_parameter():
     ]
     stored = sum(part.numpy().nbytes for kernel in kernels for part in kernel.parts.values())
     elements = sum(np.prod(kernel.shape) for kernel in kernels)
-    assert 0.516 < stored / elements < 0.522
+    assert 0.516 < stored / elements < 0.525
     everything = sum(weight.numpy().nbytes for weight in network.weights)
     assert not any(weight.path.endswith("query_kernel") for weight in network.weights)
     _, trainer = train(network, 1)
@@ -308,6 +309,8 @@ def test_invalid_choices_raise_errors():
         build_network("fp4")
     with pytest.raises(ValueError, match="matches no kernel"):
         build_network("nf4", "*attention/kernel")
+    with pytest.raises(ValueError, match="has 30 outputs, but nf4 needs a multiple of 4"):
+        build_network("nf4", ffn_hidden_size=30)
     with pytest.raises(ValueError, match="has 32 inputs, but nf4 needs a multiple of 64"):
         build_network("nf4", hidden_size=32)
 

@@ -4,8 +4,8 @@ Elements are divided into blocks of 64. An element is stored as a code, the inde
 the block's absolute maximum. The maxima are also quantized, to 8 bits in groups of at most 256
 (double quantization): each group has an offset, the mean of its maxima, and a scale.
 
-Blocks run along the side of a kernel, inputs or outputs, that is never sharded. A group contains
-all blocks of a few consecutive features of the other side, or 256 of them. Every shard of a kernel
+Blocks run along the side of a kernel, inputs or outputs, that is never sharded. A group contains up
+to 64 consecutive blocks of 4 consecutive features of the other side. Every shard of a kernel
 therefore has the codes and scales of the full kernel, and results do not depend on the layout.
 
 Reference:
@@ -40,10 +40,9 @@ _TABLES = {
 }
 KINDS = tuple(_TABLES)
 BLOCK_SIZE = 64
-_MAX_GROUP = 256
+_MAX_GROUP_BLOCKS = 64
+_GROUP_FEATURES = 4
 _ZERO_CODE = 127
-# Groups stay within shards for up to this number of shards, if it divides the number of features.
-_MAX_SHARDS = 16
 _UNSHARDED_AXES = (None, "embed")
 
 
@@ -57,14 +56,12 @@ class BlockLayout:
         num_inputs: Integer. Number of input dimensions.
         along_inputs: Boolean. Whether blocks run along the inputs. Otherwise they run along the
             outputs.
-        group_features: Integer. Number of consecutive features of the other side in a group.
     """
 
     kind: str
     shape: tuple[int, ...]
     num_inputs: int
     along_inputs: bool
-    group_features: int
 
     @classmethod
     def from_kernel(
@@ -81,24 +78,29 @@ class BlockLayout:
             ValueError: If blocks do not divide the kernel.
         """
         along_inputs = all(axis in _UNSHARDED_AXES for axis in axes[:num_inputs])
-        layout = cls(kind, tuple(shape), num_inputs, along_inputs, 1)
-        if layout.block_features % BLOCK_SIZE:
-            side = "inputs" if along_inputs else "outputs"
-            raise ValueError(
-                f"{path} has {layout.block_features} {side}, but {kind} needs a multiple of "
-                f"{BLOCK_SIZE}. Exclude the kernel from the quantized ones, or change its size."
-            )
-        last = layout.others[-1]
-        max_features = _MAX_GROUP // layout.group_blocks
-        power = 2 ** (max_features.bit_length() - 1)
-        group_features = math.gcd(power, last // math.gcd(last, _MAX_SHARDS))
-        return dataclasses.replace(layout, group_features=group_features)
+        layout = cls(kind, tuple(shape), num_inputs, along_inputs)
+        for size, multiple, is_inputs in (
+            (layout.block_features, BLOCK_SIZE, along_inputs),
+            (layout.others[-1], _GROUP_FEATURES, not along_inputs),
+        ):
+            if size % multiple:
+                raise ValueError(
+                    f"{path} has {size} {'inputs' if is_inputs else 'outputs'}, but {kind} needs a "
+                    f"multiple of {multiple}. Exclude the kernel from the quantized ones, or change "
+                    "its size."
+                )
+        return layout
 
     @property
     def block_features(self) -> int:
         """Number of features of the side that blocks run along."""
         inputs, outputs = self.shape[: self.num_inputs], self.shape[self.num_inputs :]
         return math.prod(inputs if self.along_inputs else outputs)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of each feature of the other side."""
+        return self.block_features // BLOCK_SIZE
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -108,22 +110,22 @@ class BlockLayout:
     @property
     def group_blocks(self) -> int:
         """Number of blocks of a feature of the other side in a group."""
-        num_blocks = self.block_features // BLOCK_SIZE
-        sizes = range(min(num_blocks, _MAX_GROUP), 0, -1)
-        return next(size for size in sizes if num_blocks % size == 0)
+        sizes = range(min(self.num_blocks, _MAX_GROUP_BLOCKS), 0, -1)
+        return next(size for size in sizes if self.num_blocks % size == 0)
 
     @property
     def part_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the stored tensors: `"codes"`, `"absmax"`, `"scale"` and `"offset"`."""
-        num_blocks = self.block_features // BLOCK_SIZE
-        codes = self._join((num_blocks, BLOCK_SIZE // len(_TABLES[self.kind])), self.others)
         *others, last = self.others
-        groups = (*others, last // self.group_features)
-        absmax = self._join(
-            (num_blocks // self.group_blocks, self.group_blocks), (*groups, self.group_features)
-        )
-        scale = self._join((num_blocks // self.group_blocks, 1), (*groups, 1))
-        return {"codes": codes, "absmax": absmax, "scale": scale, "offset": scale}
+        groups = (*others, last // _GROUP_FEATURES)
+        num_groups = self.num_blocks // self.group_blocks
+        scale = self._join((num_groups, 1), (*groups, 1))
+        return {
+            "codes": self.join_blocks(self.num_blocks, BLOCK_SIZE // len(_TABLES[self.kind])),
+            "absmax": self._join((num_groups, self.group_blocks), (*groups, _GROUP_FEATURES)),
+            "scale": scale,
+            "offset": scale,
+        }
 
     def part_axes(self, axes: tuple) -> dict[str, tuple]:
         """Return the logical axes of the stored tensors.
@@ -151,7 +153,7 @@ class BlockLayout:
         start = 2 if self.along_inputs else 0
         others = list(bounds[start : start + num_others])
         if name != "codes":
-            others[-1] = tuple(end * self.group_features for end in others[-1])
+            others[-1] = tuple(end * _GROUP_FEATURES for end in others[-1])
         full = [(0, size) for size in self.shape]
         kernel_bounds = (
             (*full[: self.num_inputs], *others)
@@ -187,14 +189,14 @@ def quantize(layout: BlockLayout, kernel: np.ndarray) -> dict[str, np.ndarray]:
         kernel: Float array of shape `layout.shape`.
     """
     shapes = layout.part_shapes
-    num_blocks = layout.block_features // BLOCK_SIZE
-    blocks = np.float32(kernel).reshape(layout.join_blocks(num_blocks, BLOCK_SIZE))
+    blocks = np.float32(kernel).reshape(layout.join_blocks(layout.num_blocks, BLOCK_SIZE))
     axis = 1 if layout.along_inputs else -1
     absmax = np.abs(blocks).max(axis, keepdims=True)
     fractions = blocks / np.where(absmax > 0, absmax, 1)
     if layout.kind == "nf4":
-        middles = (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2
-        indices = np.searchsorted(middles, fractions).astype(np.uint8)
+        indices = np.zeros(fractions.shape, np.uint8)
+        for middle in (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2:  # Faster than a binary search.
+            indices += fractions > middle
         low, high = np.split(indices, 2, axis)
         codes = low | high << 4
     else:
@@ -238,18 +240,5 @@ def dequantize(
     axis = 1 if layout.along_inputs else len(layout.others) + 1
     fractions = tf.concat([tf.gather(table, indices) for table in tables], axis)
     absmax = (tf.cast(parts["absmax"], "float32") - _ZERO_CODE) * scale + parts["offset"]
-    num_blocks = layout.block_features // BLOCK_SIZE
-    absmax = tf.reshape(absmax, layout.join_blocks(num_blocks, 1))
+    absmax = tf.reshape(absmax, layout.join_blocks(layout.num_blocks, 1))
     return tf.cast(tf.reshape(fractions * absmax, layout.shape), dtype)
-
-
-def bytes_per_parameter(kind: str) -> float:
-    """Return the bytes that an element of a large kernel takes.
-
-    Example:
-
-    >>> round(bytes_per_parameter("nf4"), 3), round(bytes_per_parameter("int8"), 3)
-    (0.516, 1.016)
-    """
-    per_block = 1 + 2 * 4 / _MAX_GROUP
-    return 1 / len(_TABLES[kind]) + per_block / BLOCK_SIZE
