@@ -148,7 +148,9 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
     trained = stage_parameters(model, layouts, stage, is_trained=True)
     # Frozen weights also have a float32 master copy.
     master_bytes = states - system.state_bytes
-    quantized = sum(n * model.quantized_parameters(k) for n, k in zip(stage.blocks, model.kinds)) / t
+    quantized = (
+        sum(n * model.quantized_parameters(k) for n, k in zip(stage.blocks, model.kinds)) / t
+    )
     quantized_bytes = QUANTIZED_BYTES.get(model.base_dtype, 0)
     totals = dict.fromkeys(("weights", "gradients", "states"), 0.0)
     totals["weights"] = state_bytes(quantized, num_shards, layouts.level, quantized_bytes)[0]

@@ -28,8 +28,8 @@ from dtransformer.models.lora import adapted_kernels
 from dtransformer.parallel.ops import block_quantization
 from dtransformer.parallel.ops.block_quantization import BLOCK_SIZE, NF4_VALUES, BlockLayout
 from dtransformer.parallel.ops.quantized_kernel import get_quantized_kernels
-from dtransformer.parallel.tracing.two_passes import TwoPasses
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
+from dtransformer.parallel.tracing.two_passes import TwoPasses
 from dtransformer.planner.shape import QUANTIZED_BYTES
 from dtransformer.runs import needs
 from tests.models.test_freezing import make_trainer
@@ -168,9 +168,11 @@ def test_dequantized_kernels_are_not_stored_until_the_backward_pass():
             return [tf.add_n(column_parallel(inputs[0], kernels, ("mlp",)))], []
 
         passes = TwoPasses(compute, [tf.zeros([2, 3, 64])], [], [tf.zeros([])], [False])
-        _, saved = tf.function(
-            lambda x: passes.forward([x], [], [tf.zeros([])])
-        ).get_concrete_function(tf.TensorSpec([2, 3, 64])).structured_outputs
+        _, saved = (
+            tf.function(lambda x: passes.forward([x], [], [tf.zeros([])]))
+            .get_concrete_function(tf.TensorSpec([2, 3, 64]))
+            .structured_outputs
+        )
         return [x.shape.num_elements() for x in saved if x.dtype.is_floating]
 
     assert 64 * 128 in saved_sizes([tf.zeros([64, 128]) + tf.random.normal([64, 128])])
