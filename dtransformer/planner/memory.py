@@ -5,6 +5,7 @@ import typing
 
 import numpy as np
 
+from dtransformer.limits import MAX_LOGIT_BYTES, MIN_BLOCKWISE_SCORES
 from dtransformer.planner.formulas import (
     BlockSizes,
     micro_batches_alive,
@@ -15,12 +16,6 @@ from dtransformer.planner.job import System
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
 from dtransformer.planner.stages import StageKind, worst_stage_costs
-
-# This library computes attention blockwise if a head has at least this number of scores s·t.
-BLOCKWISE_SCORES = 2048 * 1024
-
-# The loss computes float32 logits of at most this size together, in chunks of tokens.
-MAX_LOGIT_BYTES = 2**28
 
 
 class Memory(typing.NamedTuple):
@@ -56,7 +51,7 @@ def block_activation_bytes(
         kind: `BlockKind` of the block.
         layouts: The `Layouts`.
         item_bytes: Bytes of one activation element.
-        by_blocks: Boolean, whether attention with at least `BLOCKWISE_SCORES` scores is computed
+        by_blocks: Boolean, whether attention with at least `MIN_BLOCKWISE_SCORES` scores is computed
             blockwise. Context parallelism always computes it blockwise.
     """
     c = layouts.context
@@ -96,7 +91,7 @@ def block_activation_bytes(
         return np.choose(layouts.recompute, [unrecomputed, attention, full])
 
     is_blockwise = [
-        by_blocks and kind.length * attended_length >= BLOCKWISE_SCORES
+        by_blocks and kind.length * attended_length >= MIN_BLOCKWISE_SCORES
         for attended_length in kind.attended
     ]
     # Context-parallel attention is always computed blockwise.

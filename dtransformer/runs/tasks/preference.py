@@ -8,15 +8,10 @@ from dtransformer.datasets.chat_records import Rendered, conversation
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import get_preference
 from dtransformer.datasets.tool_calls import get_tools
-from dtransformer.layers.preference import (
-    MEAN_LOSSES,
-    REFERENCE_LOSSES,
-    PreferenceLoss,
-    SequenceLogProbability,
-    margins,
-)
+from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job
+from dtransformer.preference_losses import MEAN_LOSSES, REFERENCE_LOSSES
 from dtransformer.runs.tasks.chat import ChatRecords
 
 
