@@ -96,7 +96,8 @@ class Continuation(CachedDecoding):
         mask = Segments(is_token, is_token, is_token if is_bidirectional else None)
         _, caches = model.blocks.prefill(x, capacity, mask, num_hypotheses=self.search.num_beams)
         if is_bidirectional:
-            return [_without_last_position(cache) for cache in caches]
+            # The cache of a block on another pipeline stage is `()`.
+            return [cache and cache.without_last_prompt_position() for cache in caches]
         return caches
 
     def _decode_step(self, state, caches, memory_mask, mask):
@@ -106,14 +107,6 @@ class Continuation(CachedDecoding):
         x, caches = model.blocks.decode_step(x, caches, mask, prompt_mask=memory_mask)
         logits = constrain(model.head(x, table), ("batch", None, None))[:, 0, : model.vocab_size]
         return tf.cast(logits, "float32"), caches
-
-
-def _without_last_position(cache):
-    """Return a block's cache without the last position of the prompts.
-
-    The cache is `()` if another pipeline stage has the block.
-    """
-    return cache.without_last_prompt_position() if cache else cache
 
 
 def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = None) -> np.ndarray:
