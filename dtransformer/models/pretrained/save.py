@@ -56,9 +56,9 @@ def save_pretrained(
 ) -> pathlib.Path:
     """Save a network to a folder that `transformers` and `from_pretrained` load.
 
-    Call it on all ranks, in any layout. Rank 0 writes and needs memory for all weights. The
-    tokenizer's files are copied as well. Quantized kernels are dequantized. If the folder contains another model, a new folder
-    next to it is used, and a warning names it.
+    Call it on all ranks, in any layout. Rank 0 writes and needs memory for all weights.
+    Quantized kernels are dequantized. The tokenizer's files are copied as well. If the folder
+    contains another model, a new folder next to it is used, and a warning names it.
 
     Args:
         network: Built network.
