@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.ops.block_quantization import BlockLayout, quantize
-from dtransformer.parallel.ops.quantized_kernel import QuantizedKernel
 from dtransformer.parallel.pipeline_parallel import stage_weights
+from dtransformer.parallel.tensor_parallel.quantized_kernel import QuantizedKernel
 from dtransformer.parallel.variable_factory import quantization, with_stored_value
 from dtransformer.parallel.weights.shard_bounds import get_shape
 from dtransformer.parallel.weights.sharded_variable import StoredValue

@@ -20,7 +20,7 @@ from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in, weights_by_path
 from dtransformer.parallel.collectives.objects import all_gather_json, call_on_all
 from dtransformer.parallel.ops.low_rank import KINDS, get_low_rank
-from dtransformer.parallel.ops.quantized_kernel import QuantizedKernel, is_quantized
+from dtransformer.parallel.tensor_parallel.quantized_kernel import QuantizedKernel, is_quantized
 
 
 def add_lora(

@@ -9,7 +9,10 @@ import keras
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives.objects import all_gather_json
-from dtransformer.parallel.ops.quantized_kernel import QuantizedKernel, get_quantized_kernels
+from dtransformer.parallel.tensor_parallel.quantized_kernel import (
+    QuantizedKernel,
+    get_quantized_kernels,
+)
 
 
 def weights_by_path(network: keras.Model) -> dict[str, keras.Variable | QuantizedKernel]:

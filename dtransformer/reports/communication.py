@@ -13,9 +13,9 @@ from dtransformer.layers.moe import MoE
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
 from dtransformer.parallel.ops.low_rank import get_low_rank
-from dtransformer.parallel.ops.quantized_kernel import get_quantized_kernels
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_here
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tensor_parallel.quantized_kernel import get_quantized_kernels
 from dtransformer.planner.formulas import sums_over_model
 from dtransformer.reports import audit
 from dtransformer.reports.expert_load import all_to_all_bytes, buffer_elements, summed_elements

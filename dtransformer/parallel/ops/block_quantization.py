@@ -5,7 +5,7 @@ the block's absolute maximum. The maxima are also quantized, to 8 bits in groups
 (double quantization): each group has an offset, the mean of its maxima, and a scale.
 
 Blocks run along the side of a kernel, inputs or outputs, that is never sharded. A group contains up
-to 64 consecutive blocks of 4 consecutive features of the other side. Every shard of a kernel
+to 64 consecutive blocks of up to 4 consecutive features of the other side. Every shard of a kernel
 therefore has the codes and scales of the full kernel, and results do not depend on the layout.
 
 Reference:
@@ -41,7 +41,7 @@ _TABLES = {
 KINDS = tuple(_TABLES)
 BLOCK_SIZE = 64
 _MAX_GROUP_BLOCKS = 64
-_GROUP_FEATURES = 4
+_MAX_GROUP_FEATURES = 4
 _ZERO_CODE = 127
 _UNSHARDED_AXES = (None, "embed")
 
@@ -79,23 +79,18 @@ class BlockLayout:
         """
         along_inputs = all(axis in _UNSHARDED_AXES for axis in axes[:num_inputs])
         layout = cls(kind, tuple(shape), num_inputs, along_inputs)
-        for size, multiple, is_inputs in (
-            (layout.block_features, BLOCK_SIZE, along_inputs),
-            (layout.others[-1], _GROUP_FEATURES, not along_inputs),
-        ):
-            if size % multiple:
-                raise ValueError(
-                    f"{path} has {size} {'inputs' if is_inputs else 'outputs'}, but {kind} needs a "
-                    f"multiple of {multiple}. Exclude the kernel from the quantized ones, or change "
-                    "its size."
-                )
+        if layout.block_features % BLOCK_SIZE:
+            side = "inputs" if along_inputs else "outputs"
+            raise ValueError(
+                f"{path} has {layout.block_features} {side}, but {kind} needs a multiple of "
+                f"{BLOCK_SIZE}. Exclude the kernel from the quantized ones, or change its size."
+            )
         return layout
 
     @property
     def block_features(self) -> int:
         """Number of features of the side that blocks run along."""
-        inputs, outputs = self.shape[: self.num_inputs], self.shape[self.num_inputs :]
-        return math.prod(inputs if self.along_inputs else outputs)
+        return math.prod(self.shape) // math.prod(self.others)
 
     @property
     def num_blocks(self) -> int:
@@ -114,15 +109,20 @@ class BlockLayout:
         return next(size for size in sizes if self.num_blocks % size == 0)
 
     @property
+    def group_features(self) -> int:
+        """Number of features of the other side in a group."""
+        return math.gcd(self.others[-1], _MAX_GROUP_FEATURES)
+
+    @property
     def part_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the stored tensors: `"codes"`, `"absmax"`, `"scale"` and `"offset"`."""
         *others, last = self.others
-        groups = (*others, last // _GROUP_FEATURES)
+        groups = (*others, last // self.group_features)
         num_groups = self.num_blocks // self.group_blocks
         scale = self._join((num_groups, 1), (*groups, 1))
         return {
             "codes": self.join_blocks(self.num_blocks, BLOCK_SIZE // len(_TABLES[self.kind])),
-            "absmax": self._join((num_groups, self.group_blocks), (*groups, _GROUP_FEATURES)),
+            "absmax": self._join((num_groups, self.group_blocks), (*groups, self.group_features)),
             "scale": scale,
             "offset": scale,
         }
@@ -153,7 +153,7 @@ class BlockLayout:
         start = 2 if self.along_inputs else 0
         others = list(bounds[start : start + num_others])
         if name != "codes":
-            others[-1] = tuple(end * _GROUP_FEATURES for end in others[-1])
+            others[-1] = tuple(end * self.group_features for end in others[-1])
         full = [(0, size) for size in self.shape]
         kernel_bounds = (
             (*full[: self.num_inputs], *others)

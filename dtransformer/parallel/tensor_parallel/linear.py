@@ -31,9 +31,12 @@ from dtransformer.parallel.mesh.axis_rules import (
 )
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.low_rank import get_low_rank
-from dtransformer.parallel.ops.quantized_kernel import is_quantized, multiply_dequantized
 from dtransformer.parallel.ops.split_backward import is_split, product
 from dtransformer.parallel.recompute.recompute import keep_for_recompute
+from dtransformer.parallel.tensor_parallel.quantized_kernel import (
+    is_quantized,
+    multiply_dequantized,
+)
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.zero.units import is_unit, run_product
