@@ -195,13 +195,18 @@ def test_recompute_does_not_change_losses():
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
-def test_16_bit_network_follows_float32():
+def test_16_bit_products_follow_float32():
     expected, _ = train(build_network("nf4"), 3)
-    network = build_network("nf4", dtype="bfloat16")
-    losses, _ = train(network, 3)
+    losses, _ = train(build_network("nf4", dtype="mixed_bfloat16"), 3)
     np.testing.assert_allclose(losses, expected, rtol=TRAINING_16_BIT["mixed_bfloat16"])
+
+
+def test_merged_kernels_have_the_type_of_other_weights():
+    network = build_network("nf4", dtype="bfloat16")
+    expected = get_logits(network)
     merge_lora(network)
     assert {weight.dtype for weight in network.weights} == {"bfloat16"}
+    np.testing.assert_allclose(get_logits(network), expected, rtol=0, atol=5e-2)
 
 
 @on_mesh

@@ -52,16 +52,9 @@ class QuantizedKernel:
         self.num_inputs = layout.num_inputs
         self.shape = tf.TensorShape(layout.shape)
 
-    def values(self) -> list[tf.Tensor]:
-        """Return the values of the stored parts."""
-        return [tf.convert_to_tensor(part) for part in self.parts.values()]
-
-    def dequantize(
-        self, values: Sequence[tf.Tensor], dtype: str, after: tf.Tensor | None = None
-    ) -> tf.Tensor:
-        """Return the kernel of part values; see `block_quantization.dequantize`."""
-        parts = dict(zip(self.parts, values))
-        return block_quantization.dequantize(self.layout, parts, dtype, after)
+    def values(self) -> dict[str, tf.Tensor]:
+        """Return the values of the stored parts, by name."""
+        return {name: tf.convert_to_tensor(part) for name, part in self.parts.items()}
 
     def numpy(self) -> np.ndarray:
         """Return the dequantized full kernel. All ranks with a part of it must call together."""
@@ -70,7 +63,7 @@ class QuantizedKernel:
             return block_quantization.dequantize(self.layout, parts).numpy()
 
     def __tf_tensor__(self, dtype=None, name=None):
-        return tf.cast(self.dequantize(self.values(), "float32"), dtype or "float32")
+        return block_quantization.dequantize(self.layout, self.values(), dtype or "float32")
 
 
 def is_quantized(kernel) -> bool:
@@ -102,13 +95,12 @@ def multiply_dequantized(
         kernels: Sequence of `QuantizedKernel`s.
     """
     overrides = current_overrides()
-    num_parts = [len(kernel.parts) for kernel in kernels]
+    parts = [kernel.values() for kernel in kernels]
 
     def dequantized(values, after=None):
-        remaining = iter(values)
         return [
-            kernel.dequantize([next(remaining) for _ in range(count)], x.dtype, after)
-            for kernel, count in zip(kernels, num_parts)
+            block_quantization.dequantize(kernel.layout, values_by_name, x.dtype, after)
+            for kernel, values_by_name in zip(kernels, tf.nest.pack_sequence_as(parts, values))
         ]
 
     @custom_gradient
@@ -122,4 +114,4 @@ def multiply_dequantized(
 
         return multiply(x, dequantized(values)), gradient
 
-    return product(x, *(value for kernel in kernels for value in kernel.values()))
+    return product(x, *tf.nest.flatten(parts))
