@@ -8,6 +8,7 @@ import numpy as np
 from dtransformer.errors import InputError, check_int, short_repr
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
+from dtransformer.planner.layouts import Layouts
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 # Float32 state values per parameter. Adafactor's row and column statistics are negligible.
@@ -41,6 +42,12 @@ class System:
         sum_bytes: Bytes per element in sums over the model axis. `None` uses the size of an
             activation.
         table_state_bytes: Additional unsharded state bytes per parameter of tables and heads.
+        kernels: "unfused" if attention scores are written to memory, "fused" if fused kernels
+            compute attention, or "library" for this library, which fuses attention except on
+            meshes and takes `Constants.slowdown` times longer.
+        logit_items: Items that the head and the loss read and write per logit.
+        hidden_sum_share: Fraction of the sums over the model axis and of the sends between stages
+            that overlaps with products.
         copies_weights: Boolean, whether a rank without a mesh computes with a 16-bit copy of the
             weights at levels 1 and 2 and shards the float32 weights with the states.
     """
@@ -61,6 +68,13 @@ class System:
     sum_bytes: int | None = None
     copies_weights: bool = False
     table_state_bytes: float = 0
+    kernels: str = "unfused"
+    logit_items: int = 10
+    hidden_sum_share: float = 0.0
+
+    def fuses_attention(self, layouts: Layouts):
+        """Return whether fused kernels compute attention, as a Boolean or an array [N]."""
+        return self.kernels == "fused" or (self.kernels == "library") & ~layouts.is_on_mesh
 
     def bytes_per_parameter(self, level, is_on_mesh, accumulates_full=False):
         """Return unsharded bytes per parameter, as a `(weights, gradients, states)` tuple.
@@ -76,6 +90,22 @@ class System:
         gradients = np.where(copies & ((level == 1) | accumulates_full), 2, self.gradient_bytes)
         states = self.state_bytes + np.where(copies, self.weight_bytes, 0)
         return np.where(copies, 2, self.weight_bytes), gradients, states
+
+
+# Megatron-LM with fused attention, sharded optimizer states and overlapped communication.
+REFERENCE = System(
+    weight_bytes=2,
+    gradient_bytes=4,
+    state_bytes=12,
+    sent_gradient_bytes=3,  # Gradients are reduced as float32, new weights gathered as bfloat16.
+    hidden_share=0.9,
+    hides_on_mesh=True,
+    shards_sends=True,
+    kernels="fused",
+    # Its loss casts logits to float32 and passes over them five times, and twice over gradients.
+    logit_items=29,
+    hidden_sum_share=0.5,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +199,7 @@ class Job:
             # DTensor sends bfloat16 as float32.
             sum_bytes=4 if "bfloat16" in (self.precision or "") else None,
             copies_weights=self.is_mixed and value_bytes == 4,
+            kernels="library",
             # Muon updates tables and heads with AdamW, which has a second state.
             table_state_bytes=value_bytes * (self.optimizer == "muon"),
         )
