@@ -143,7 +143,7 @@ def _fastest(cluster, layouts, memory, seconds):
 
 
 def fit_product_share(steps: list[Step]) -> float:
-    """Return the `product_share` with which the mean logarithm of the steps' errors is 0."""
+    """Return the `product_share` that makes the mean logarithm of planned / published seconds 0."""
     device = get_device("h100")
     low, high = 0.3, 1.0
     while high - low > 1e-4:

@@ -183,6 +183,14 @@ def test_transfers_and_activations_are_reported(rank_results):
 
 
 @pytest.mark.runs(stages("reports"))
+def test_sum_of_a_tied_table_is_reported(rank_results):
+    for result in rank_results(stages("reports")):
+        shape = [pipeline.VOCAB_SIZE, 16]
+        # In a ring of two ranks each rank sends the size of the table.
+        assert result["shared"] == [["embedding/embeddings", "all-reduce", shape, 4 * np.prod(shape)]]
+
+
+@pytest.mark.runs(stages("reports"))
 def test_plan_lists_the_layers_of_each_stage(rank_results):
     for result in rank_results(stages("reports")):
         assert result["stages"] == [

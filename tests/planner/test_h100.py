@@ -70,7 +70,7 @@ def test_steps_are_those_of_the_published_table(shared_data):
 
 
 def test_passes_of_this_library_match_one_h200():
-    """A 355M model, 8 × 1,024 tokens. The slowdown is between those of both measurements."""
+    """A 355M model, 8 × 1,024 tokens. The slowdown is the mean of both measurements."""
     model = get_model(
         "gpt2_medium", vocab_size=50304, hidden_size=1024, num_heads=16, num_layers=24
     )
