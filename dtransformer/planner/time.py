@@ -269,7 +269,8 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
         "unsharding": unsharded(_table_elements(model, layouts) * item, model.trains_tables),
     }
     head = {
-        "products": slowdown * head_seconds(cluster.device, model, layouts, is_16_bit, system.logit_items),
+        "products": slowdown
+        * head_seconds(cluster.device, model, layouts, is_16_bit, system.logit_items),
         # The head sums the gradient of its input, and the loss sums one number per token.
         "model_parallel": all_reduce(elements) + system.loss_sums * all_reduce(b * length / c, 4),
     }

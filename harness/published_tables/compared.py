@@ -216,7 +216,9 @@ def h100_steps() -> Table:
     for step in h100.make_steps():
         seconds, layout = h100.reference_step(step)
         rows.append(Row(f"{step.model.name} on {step.devices}: {layout}", step.seconds, seconds))
-    note = "`product_share` is fitted to this table. The layouts' micro-batches and chunks are ours."
+    note = (
+        "`product_share` is fitted to this table. The layouts' micro-batches and chunks are ours."
+    )
     return Table("Step time of Megatron-LM on H100", "s", tuple(rows), note)
 
 
@@ -332,7 +334,7 @@ _H100 = (
     "### H100",
     "",
     "Seconds per step and TFLOP/s per GPU of [Megatron-LM's](https://github.com/NVIDIA/Megatron-LM) H100 table: sequences",
-    "of 4,096 tokens, a vocabulary of 131,072, no recompute. \"Left out\" is the error of the reference system if the constant",
+    'of 4,096 tokens, a vocabulary of 131,072, no recompute. "Left out" is the error of the reference system if the constant',
     "is fitted to the other three rows. The table does not state micro-batches and chunks, so the planner chooses the fastest.",
     "This library's estimate is for the same degrees of parallelism. The 314B model needs recomputation there.",
     "",

@@ -187,7 +187,9 @@ def test_sum_of_a_tied_table_is_reported(rank_results):
     for result in rank_results(stages("reports")):
         shape = [pipeline.VOCAB_SIZE, 16]
         # In a ring of two ranks each rank sends the size of the table.
-        assert result["shared"] == [["embedding/embeddings", "all-reduce", shape, 4 * np.prod(shape)]]
+        assert result["shared"] == [
+            ["embedding/embeddings", "all-reduce", shape, 4 * np.prod(shape)]
+        ]
 
 
 @pytest.mark.runs(stages("reports"))

@@ -120,7 +120,7 @@ def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
 HINTS = [
     ("llama2_13b", 1, "h100", 32, "one device · 32 micro-batches of 1,"),
     ("llama2_13b", 2, "h100", 32, "data 2 · 16 micro-batches of 1,"),
-    ("llama2_13b", 8, "a100", 64, "data 8 · 8 micro-batches of 1,"),
+    ("llama2_13b", 4, "a100", 64, "data 4 · 16 micro-batches of 1,"),
 ]
 
 
