@@ -67,7 +67,7 @@ def evaluate(
 ) -> tuple[Memory, StepTime]:
     """Return the memory and the step time of every layout, as `(Memory, StepTime)`."""
     system = job.system()
-    memory = estimate_memory(model, layouts, system, job.item_bytes)
+    memory = estimate_memory(model, layouts, system.parameter_bytes, job.item_bytes)
     return memory, estimate_time(model, cluster, layouts, system, memory, job.is_mixed)
 
 
@@ -118,7 +118,7 @@ def build_cost(
 def _reference_seconds(model, cluster, job, layouts):
     if not (job.is_mixed and cluster.device.constants.attention_share):
         return None
-    memory = estimate_memory(model, layouts, REFERENCE)
+    memory = estimate_memory(model, layouts, REFERENCE.parameter_bytes)
     return float(estimate_time(model, cluster, layouts, REFERENCE, memory).total[0])
 
 

@@ -324,21 +324,20 @@ def pages() -> dict[str, str]:
     rows = "\n".join(format_lines(all_tables, _markdown)).strip()
     return {
         "planner.md": "\n".join(
-            [*_markdown(summary(all_tables)), "", *_H100, *_markdown(h100_rows())]
+            [*_markdown(summary(all_tables)), "", _H100, *_markdown(h100_rows())]
         ),
         "planner-tables.md": rows,
     }
 
 
-_H100 = (
-    "### H100",
-    "",
-    "Seconds per step and TFLOP/s per GPU of [Megatron-LM's](https://github.com/NVIDIA/Megatron-LM) H100 table: sequences",
-    'of 4,096 tokens, a vocabulary of 131,072, no recompute. "Left out" is the error of the reference system if the constant',
-    "is fitted to the other three rows. The table does not state micro-batches and chunks, so the planner chooses the fastest.",
-    "This library's estimate is for the same degrees of parallelism. The 314B model needs recomputation there.",
-    "",
-)
+_H100 = """### H100
+
+Seconds per step and TFLOP/s per GPU of [Megatron-LM's](https://github.com/NVIDIA/Megatron-LM) H100
+table: sequences of 4,096 tokens, a vocabulary of 131,072, no recompute. "Left out" is the error of the
+reference system if the constant is fitted to the other three rows. The table does not state
+micro-batches and chunks, so the planner chooses the fastest. This library's estimate is for the same
+degrees of parallelism. The 314B model needs recomputation there.
+"""
 
 
 def with_written_part(page: str, part: str) -> str:

@@ -115,7 +115,7 @@ def reference_step(step: Step, device: Device | None = None) -> tuple[float, str
     """
     cluster = Cluster(device or get_device("h100"), step.devices)
     layouts = step.layouts()
-    memory = estimate_memory(step.model, layouts, REFERENCE)
+    memory = estimate_memory(step.model, layouts, REFERENCE.parameter_bytes)
     seconds = estimate_time(step.model, cluster, layouts, REFERENCE, memory).total
     return _fastest(cluster, layouts, memory, seconds)
 
