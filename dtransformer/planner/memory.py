@@ -25,13 +25,9 @@ class Memory(typing.NamedTuple):
         weights, gradients, states: Model weights, their gradients and the optimizer's states.
         activations: Activations that blocks save for their backward pass.
         logits: Logits with their gradient, and saved embeddings.
-<<<<<<< HEAD
-        buffers: Unsharded weights of blocks at level 3, reduction buckets at levels 1 and 2, and
-            kernels that are dequantized together.
-=======
         buffers: Unsharded weights of blocks at level 3. Reduction buckets at levels 1 and 2, or the
-            gradients of a model chunk if pipelines reduce each micro-batch.
->>>>>>> main
+            gradients of a model chunk if pipelines reduce each micro-batch. Kernels that are
+            dequantized together.
     """
 
     weights: np.ndarray
