@@ -16,6 +16,8 @@ from dtransformer import TransformerOpParallelConfig, parallel_config
 from dtransformer.errors import InputError
 from dtransformer.models import (
     CausalLM,
+    EncoderDecoderLM,
+    MaskedLM,
     add_lora,
     from_pretrained,
     load_lora,
@@ -252,6 +254,29 @@ def test_merged_and_saved_networks_have_equal_logits(tmp_path):
     np.testing.assert_allclose(get_logits(network), expected, rtol=0, atol=1e-5)
     loaded = from_pretrained(save_pretrained(network, tmp_path / "merged", "llama"))
     np.testing.assert_allclose(get_logits(loaded), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, stacks, inputs",
+    [
+        (MaskedLM, {"num_layers": 1}, {"tokens": IDS}),
+        (
+            EncoderDecoderLM,
+            {"encoder_layers": 1, "decoder_layers": 1},
+            {"source": IDS, "target": IDS},
+        ),
+    ],
+)
+def test_encoders_and_pairs_have_quantized_kernels(kind, stacks, inputs):
+    with quantize("nf4"):
+        network = kind(61, hidden_size=64, num_heads=4, max_length=32, **stacks)
+        network.build()
+    add_lora(network, rank=2, targets="*_kernel")
+    assert len(get_quantized_kernels(network)) == len(adapted_kernels(network)) >= 6
+    logits = lambda: tf.nest.flatten(network(inputs))[0]
+    expected = logits()
+    merge_lora(network)
+    np.testing.assert_allclose(logits(), expected, rtol=0, atol=1e-5)
 
 
 def test_quantized_networks_without_adapters_are_saved_dequantized(tmp_path):
