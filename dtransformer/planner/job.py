@@ -10,7 +10,7 @@ from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
-# Float32 state values per parameter. Adafactor's row and column statistics are negligible.
+# State values per parameter. Adafactor's row and column statistics are negligible.
 OPTIMIZERS = {
     "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "muon": 1, "adam": 2, "adamw": 2, "nadam": 2,
     "adamax": 2, "lamb": 2, "adafactor": 0,
@@ -147,16 +147,17 @@ class Job:
     def system(self) -> System:
         """Return the properties of this library when it trains the job.
 
-        Variables, gradients and states are float32 except with the precision "bfloat16".
+        Variables, gradients and states are float32 except with the precision "bfloat16" and, for
+        states, with `optimizer_state_dtype`.
         """
         value_bytes = 2 if self.precision == "bfloat16" else 4
+        config = self.fixed_config()
+        moment_bytes = 2 if config.optimizer_state_dtype == "bfloat16" else value_bytes
         return System(
             weight_bytes=value_bytes,
             gradient_bytes=value_bytes,
-            state_bytes=value_bytes * (OPTIMIZERS[self.optimizer] + self.averages),
-            sent_gradient_bytes=value_bytes
-            if self.fixed_config().gradient_dtype == "float32"
-            else 2,
+            state_bytes=moment_bytes * OPTIMIZERS[self.optimizer] + value_bytes * self.averages,
+            sent_gradient_bytes=value_bytes if config.gradient_dtype == "float32" else 2,
             # Assumption: a single compiled function can overlap half of the reductions.
             hidden_share=0.5,
             # All levels count the gradient rows of embedding tables. Levels 1 and 2 also exchange
@@ -170,5 +171,5 @@ class Job:
             sum_bytes=4 if "bfloat16" in (self.precision or "") else None,
             copies_weights=self.is_mixed and value_bytes == 4,
             # Muon updates tables and heads with AdamW, which has a second state.
-            table_state_bytes=value_bytes * (self.optimizer == "muon"),
+            table_state_bytes=moment_bytes * (self.optimizer == "muon"),
         )

@@ -12,6 +12,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers import compile_checks
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
+from dtransformer.trainers.checkpoint.training_state import variable_names
 from dtransformer.trainers.data import element_specs
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
@@ -69,6 +70,11 @@ class Program:
             network, options.objective, options.compiled_metrics is not None, self._states
         )
 
+    @property
+    def logit_bytes(self):
+        """Bytes of the logits of each output; see `ForwardStep`."""
+        return self._forward.logit_bytes
+
     def build_network(self):
         """Build the network under its own name, the prefix of its weight paths."""
         if not self._network.built:
@@ -121,6 +127,7 @@ class Program:
                 self.compiler,
                 copied_weights(self._network),
                 self._options.guard,
+                variable_names(self._network),
             )
 
     def build_steps(self, first):

@@ -13,6 +13,11 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives.division import pack_consecutive
 from dtransformer.trainers.optimizer.muon import Muon
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
+from dtransformer.trainers.optimizer.stochastic_rounding import (
+    ElementBits,
+    is_rounded,
+    round_to_bfloat16,
+)
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
 # Maximum number of elements that a call updates, unless one unit has more. A compiled call keeps
@@ -73,6 +78,8 @@ class _Unit:
         states: List of Keras variables. The optimizer's states of the unit.
         group: `UpdateGroup` of the weight, or `None`.
         key: Hashable. Units of equal keys have equal updates.
+        bits: `ElementBits` of the unit's bfloat16 states, or `None`.
+        rounded: List of the states that an update rounds stochastically.
     """
 
     index: int
@@ -81,9 +88,11 @@ class _Unit:
     states: list
     group: UpdateGroup | None
     key: Hashable
+    bits: ElementBits | None
+    rounded: list
 
     @classmethod
-    def create(cls, optimizer, index, parameter, states, group):
+    def create(cls, optimizer, index, parameter, states, group, bits):
         """Return the unit of a parameter: a Keras variable or a `ParameterProxy`."""
         proxy = parameter
         variable = None
@@ -99,9 +108,14 @@ class _Unit:
             _compat.uses_weight_decay(optimizer, proxy if variable is None else variable.value),
             id(proxy.constraint),
             optimizer.matrix_shape(parameter) if isinstance(optimizer, Muon) else None,
+            None if bits is None else bits.key,
             *((name, tuple(state.shape), state.dtype) for name, state in states),
         )
-        return cls(index, proxy, variable, [state for _, state in states], group, key)
+        rounded = []
+        if bits is not None:
+            rounded = [state for name, state in states if is_rounded(name, state, parameter)]
+        variables = [state for _, state in states]
+        return cls(index, proxy, variable, variables, group, key, bits, rounded)
 
     def value(self, passed_values):
         """Return the `tf.Variable` of the value, or the next item of an iterator."""
@@ -110,6 +124,23 @@ class _Unit:
     def state_values(self):
         """Return the `tf.Variable`s of the states."""
         return [state.value for state in self.states]
+
+    def numbers(self):
+        """Return the numbers of `bits`, a list of at most one tensor."""
+        return [tf.constant(self.bits.numbers, tf.uint32)] if self.rounded else []
+
+    def state_bits(self, numbers, seed, step):
+        """Return a dict from `id`s of rounded states to random bits.
+
+        Args:
+            numbers: Result of `numbers`.
+            seed, step: Integer scalar tensors.
+        """
+        if not self.rounded:
+            return {}
+        seed, step = tf.cast(seed, tf.uint32), tf.cast(step, tf.uint32)
+        halves = self.bits.halves(numbers[0], seed, step, len(self.rounded))
+        return {id(state): bits for state, bits in zip(self.rounded, halves)}
 
 
 class GroupedUpdate:
@@ -124,6 +155,7 @@ class GroupedUpdate:
         states: List with the `(name, variable)` states of each parameter; see `unit_states`.
         groups: List with the `UpdateGroup` of each parameter, or `None`.
         jit_compile: Boolean. Whether XLA compiles the functions.
+        rounding: `StateRounding` of bfloat16 states. Defaults to `None`.
 
     Call arguments:
         gradients: List of tensors, one per parameter.
@@ -133,16 +165,18 @@ class GroupedUpdate:
         List of tensors. New values of the `ParameterProxy`s.
     """
 
-    def __init__(self, optimizer, parameters, states, groups, jit_compile):
+    def __init__(self, optimizer, parameters, states, groups, jit_compile, rounding=None):
         self._optimizer = optimizer
         self._jit_compile = jit_compile
         self._settings = None
         self._learning_rate = None
         self._scalars = []
         self._functions = {}
+        self._rounding = rounding
+        bits = [None] * len(parameters) if rounding is None else rounding.bits
         self._units = [
             _Unit.create(optimizer, index, *arguments)
-            for index, arguments in enumerate(zip(parameters, states, groups))
+            for index, arguments in enumerate(zip(parameters, states, groups, bits))
         ]
         by_device = {}
         for unit in self._units:
@@ -159,6 +193,7 @@ class GroupedUpdate:
         passed_values = iter(values)
         values = [unit.value(passed_values) for unit in self._units]
         scalars = [tf.identity(scalar.value) for scalar in self._scalars]
+        seed = [] if self._rounding is None else [tf.identity(self._rounding.seed)]
         new_values = {}
         last = {}  # device -> control inputs of its next call, so that calls run one by one
         for device, units in self._calls:
@@ -166,7 +201,9 @@ class GroupedUpdate:
                 [gradients[unit.index] for unit in units],
                 [values[unit.index] for unit in units],
                 [unit.state_values() for unit in units],
+                [unit.numbers() for unit in units],
                 scalars,
+                seed,
             )
             function = self._function(units, arguments)
             with tf.device(device), tf.control_dependencies(last.get(device, [])):
@@ -214,7 +251,7 @@ class GroupedUpdate:
                 self._functions[key] = traced.get_concrete_function(*specs)
         return self._functions[key]
 
-    def _update(self, units, gradients, values, states, scalars):
+    def _update(self, units, gradients, values, states, numbers, scalars, seed):
         """Update values and states of units while a function is traced.
 
         Args:
@@ -222,36 +259,62 @@ class GroupedUpdate:
             gradients: List of tensors.
             values: List with the variable of each unit, or the tensor of its `ParameterProxy`.
             states: List with the list of state variables of each unit.
+            numbers: List with the numbers of each unit's random bits; see `_Unit.numbers`.
             scalars: List of tensors. Values of `self._scalars`.
+            seed: List of at most one tensor, the seed of random bits.
 
         Returns:
             A tuple: the new values of the `ParameterProxy`s, and a scalar that is computed last.
         """
         for unit, value in zip(units, values):
             unit.proxy.bind(value)
+        bits = {}
+        for unit, unit_numbers in zip(units, numbers):
+            # The first scalar is the step.
+            bits |= unit.state_bits(unit_numbers, *seed, scalars[0]) if seed else {}
         rows = list(zip(units, gradients, states))
         for group in dict.fromkeys(unit.group for unit in units):
-            self._update_group(group, [row for row in rows if row[0].group == group], scalars)
+            group_rows = [row for row in rows if row[0].group == group]
+            self._update_group(group, group_rows, scalars, bits)
         new_values = [unit.proxy.unbind() for unit in units]
         return [x for x in new_values if not isinstance(x, tf.Variable)], tf.zeros([])
 
-    def _update_group(self, group, rows, scalars):
-        """Update the units of an `UpdateGroup`, given as `(unit, gradient, states)` tuples."""
+    def _update_group(self, group, rows, scalars, bits):
+        """Update the units of an `UpdateGroup`, given as `(unit, gradient, states)` tuples.
+
+        `bits` is a dict from `id`s of rounded states to their random bits.
+        """
         indices = [unit.index for unit, _, _ in rows]
         proxies = [unit.proxy for unit, _, _ in rows]
         scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
         pairs = [pair for unit, _, variables in rows for pair in zip(unit.states, variables)]
-        for pair in pairs:
-            scope.add_update(pair)
+        rounded = [state for unit, _, _ in rows for state in unit.rounded]
+        for state, variable in pairs:
+            value = _float32_proxy(state, variable) if id(state) in bits else variable
+            scope.add_update((state, value))
         settings = _compat.average_only(self._optimizer, indices, proxies)
         settings |= _group_settings(self._optimizer, group)
-        with scope, _compat.patched(self._optimizer, **settings):
+        with (
+            scope,
+            _compat.patched(self._optimizer, **settings),
+            _compat.declared_dtype(rounded, "float32"),
+        ):
             self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
         for state, variable in pairs:
             value = scope.get_current_value(state)
+            if id(state) in bits:
+                variable.assign(round_to_bfloat16(value.unbind(), bits[id(state)]))
             # Keras assigns averages to the scope instead of the variable.
-            if value is not variable:
+            elif value is not variable:
                 variable.assign(value)
+
+
+def _float32_proxy(state, variable):
+    """Return a `ParameterProxy` for a state during an update, with the variable's float32 value."""
+    proxy = ParameterProxy(state, state.shape)
+    proxy.dtype = tf.float32
+    proxy.bind(tf.cast(variable, tf.float32))
+    return proxy
 
 
 def _group_settings(optimizer, group):
