@@ -27,14 +27,14 @@ def new_trainer(optimizer, seed):
 
 
 def train(trainer, steps):
-    return [float(trainer.train_on_batch(IDS, LABELS)) for _ in range(steps)]
+    return [trainer.train_on_batch(IDS, LABELS)[0] for _ in range(steps)]
 
 
 def evaluate(trainer):
     """Return the loss with the weights and with their averages, if there are any."""
-    losses = [trainer.evaluate(IDS, LABELS, batch_size=8, verbose=0)]
+    losses = trainer.evaluate(IDS, LABELS, batch_size=8, verbose=0)[:1]
     with trainer.averaged_weights():
-        losses.append(trainer.evaluate(IDS, LABELS, batch_size=8, verbose=0))
+        losses += trainer.evaluate(IDS, LABELS, batch_size=8, verbose=0)[:1]
     return losses
 
 
