@@ -82,9 +82,7 @@ class MemoryReport:
         return f"{table}\nattention: {self.attention}" if self.attention else table
 
 
-def memory_report(
-    network, optimizer, update, input_shapes, num_stored_passes=1, logit_bytes=None
-):
+def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1, logit_bytes=None):
     """Return the memory report of a trainer that has run a step.
 
     Args:

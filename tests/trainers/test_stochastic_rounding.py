@@ -190,7 +190,9 @@ def test_checkpoints_load_into_states_of_the_other_type(tmp_path, saved, restore
     with dtransformer.parallel_config(optimizer_state_dtype=restored):
         second.restore(tmp_path / "checkpoint")
     for actual, expected in zip(state_values(second)[2:], state_values(first)[2:], strict=True):
-        np.testing.assert_array_equal(actual, np.array(tf.cast(tf.cast(expected, "bfloat16"), "float64")))
+        np.testing.assert_array_equal(
+            actual, np.array(tf.cast(tf.cast(expected, "bfloat16"), "float64"))
+        )
 
 
 def test_optimizers_without_separate_states_raise_an_error():

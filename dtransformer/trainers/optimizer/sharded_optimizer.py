@@ -59,9 +59,7 @@ class ShardedOptimizer:
         ValueError: If the layout shards weights and the optimizer cannot update shards.
     """
 
-    def __init__(
-        self, optimizer, weights, bucket_ids, compiler, copies=(), guard=None, names=None
-    ):
+    def __init__(self, optimizer, weights, bucket_ids, compiler, copies=(), guard=None, names=None):
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self.loss_scale = LossScale(optimizer)
         self.guard = None if guard is None else StepGuard(guard, self.loss_scale.is_used)
