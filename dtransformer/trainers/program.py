@@ -45,6 +45,7 @@ class Program:
         metrics: The `StepMetrics`, or `None` before `compile`.
         first_batch: Specs of the first batch, or `None` if it is unknown.
         compiler: The `StepCompiler`.
+        forward: The `ForwardStep`.
     """
 
     def __init__(self, trainer, network, parallel_config, options):
@@ -66,14 +67,9 @@ class Program:
             self.metrics = StepMetrics(
                 options.objective, options.compiled_metrics, self._restore_built_metrics
             )
-        self._forward = ForwardStep(
+        self.forward = ForwardStep(
             network, options.objective, options.compiled_metrics is not None, self._states
         )
-
-    @property
-    def logit_bytes(self):
-        """Bytes of the logits of each output; see `ForwardStep`."""
-        return self._forward.logit_bytes
 
     def build_network(self):
         """Build the network under its own name, the prefix of its weight paths."""
@@ -99,7 +95,7 @@ class Program:
         is_new = self.engine is None
         if is_new:
             self.first_batch = element_specs(first)
-            self.engine = make_engine(self._forward, self.compiler.jit_forward)
+            self.engine = make_engine(self.forward, self.compiler.jit_forward)
         self.engine.build(first)
         if self._weights is None:
             self._weights = compile_checks.weight_paths(self._network)
@@ -153,7 +149,7 @@ class Program:
         if not self.optimizer_step.is_sharded:
             initial_broadcast([], self._options.optimizer.variables)
         step = Step(
-            self._forward,
+            self.forward,
             engine,
             self._options.optimizer,
             self.optimizer_step,

@@ -74,14 +74,13 @@ class Reports:
         if inputs is not None:
             shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
             num_stored_passes /= get_parallel_config().micro_batch_num
-        sizes = self._program.logit_bytes
         return memory_report(
             self._network,
             self._optimizer,
             optimizer_step,
             shapes,
             num_stored_passes,
-            sum(sizes.values()) if sizes else None,
+            self._program.forward.traced_bytes.get("logits"),
         )
 
     def expert_load(self):

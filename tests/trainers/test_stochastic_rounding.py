@@ -9,7 +9,11 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer.trainers import Muon, Trainer
-from dtransformer.trainers.optimizer.stochastic_rounding import ElementBits, round_to_bfloat16
+from dtransformer.trainers.optimizer.stochastic_rounding import (
+    ElementBits,
+    StateRounding,
+    round_to_bfloat16,
+)
 
 X = np.random.default_rng(0).normal(size=(16, 12)).astype("float32")
 Y = X[:, :4] - X[:, 4:8]
@@ -64,9 +68,10 @@ def test_infinity_and_nan_stay():
 
 
 def element_bits(part, seed=0, step=0, count=2):
-    numbers = tf.constant(part.numbers, "uint32")
-    arguments = tf.constant(seed, "uint32"), tf.constant(step, "uint32"), count
-    return [np.array(half, "int64") for half in part.halves(numbers, *arguments)]
+    dtransformer.set_seed(seed)
+    keys = StateRounding([], {}).keys(tf.constant(step, "int64"))
+    halves = part.halves(tf.constant(part.numbers, "uint32"), keys, count)
+    return [np.array(half, "int64") for half in halves]
 
 
 def test_bits_are_uniform_and_independent():
@@ -207,5 +212,5 @@ def test_optimizers_without_separate_states_raise_an_error():
 def test_built_optimizers_with_float32_states_raise_an_error():
     trainer = make_trainer(optimizer := keras.optimizers.Adam())
     optimizer.build(trainer.network.trainable_variables)
-    with pytest.raises(ValueError, match="was built with the float32 state"):
+    with pytest.raises(ValueError, match="was built before compile, without the bfloat16 states"):
         train(trainer, 1)

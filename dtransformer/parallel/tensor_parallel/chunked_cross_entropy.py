@@ -138,13 +138,8 @@ def logit_bytes(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> i
         chunk_tokens: As in `head_nll`.
     """
     shape = _local_shape(logits)
-    num_tokens = shape[:-1].num_elements()
-    size = chunk_size(logits, chunk_tokens)
-    if size is not None:
-        num_tokens = size if num_tokens is None else min(num_tokens, size)
-    if num_tokens is None:
-        return None
-    return num_tokens * shape[-1] * (logits.dtype.size + 2 * 4)
+    num_tokens = chunk_size(logits, chunk_tokens) or shape[:-1].num_elements()
+    return num_tokens and num_tokens * shape[-1] * (logits.dtype.size + 2 * 4)
 
 
 def _local_shape(logits):

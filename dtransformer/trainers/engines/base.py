@@ -11,7 +11,6 @@ import types
 import typing
 import warnings
 
-import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -98,8 +97,8 @@ class ForwardStep:
         needs_outputs: Whether metrics need the outputs, which are large.
         states: `LayerStates` of the network.
         layout: `StepLayout` of the current layout.
-        logit_bytes: Dict that maps the index of an output to the bytes of its logits that a device
-            computes together in training; see `logit_bytes`.
+        traced_bytes: Dict with the bytes of the `"logits"` that a device computes together in training;
+            see `logit_bytes`.
     """
 
     network: object
@@ -107,7 +106,7 @@ class ForwardStep:
     needs_outputs: bool = False
     states: LayerStates = dataclasses.field(default_factory=LayerStates)
     layout: StepLayout = dataclasses.field(default_factory=StepLayout.current)
-    logit_bytes: dict = dataclasses.field(default_factory=dict)
+    traced_bytes: dict = dataclasses.field(default_factory=dict)
 
     def counts(self, inputs, labels, sample_weight):
         """Return the counts of the global batch from the local rows, see `Objective.counts`."""
@@ -207,8 +206,9 @@ class ForwardStep:
         """
         if self.needs_outputs:
             self._use_all_logits(outputs)
-        if training:
-            self._record_logits(outputs)
+        if training and self.objective.is_token_loss and tf.is_tensor(outputs):
+            chunk_tokens = getattr(self.objective.losses[0], "chunk_tokens", None)
+            self.traced_bytes["logits"] = logit_bytes(outputs, chunk_tokens)
         is_full_batch = not (self.layout.splits_batch if training else self.layout.needs_reduce)
         sums = self.objective.sums(outputs, labels, sample_weight, counts, is_full_batch)
         if "normalizer_ratio" in sums:
@@ -230,15 +230,6 @@ class ForwardStep:
                 )
         for x in logits:
             x.head_product = None
-
-    def _record_logits(self, outputs):
-        outputs = keras.tree.flatten(outputs)
-        losses = self.objective.losses
-        if len(outputs) != len(losses):
-            return
-        for i, (x, loss) in enumerate(zip(outputs, losses)):
-            if hasattr(loss, "chunk_tokens"):
-                self.logit_bytes[i] = logit_bytes(x, loss.chunk_tokens) or 0
 
     def added_loss(self, losses, inputs, counts, normalizer_ratio=None):
         """Return the local part of the losses that layers add, a float32 scalar.

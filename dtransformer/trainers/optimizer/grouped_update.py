@@ -79,7 +79,6 @@ class _Unit:
         group: `UpdateGroup` of the weight, or `None`.
         key: Hashable. Units of equal keys have equal updates.
         bits: `ElementBits` of the unit's bfloat16 states, or `None`.
-        rounded: List of the states that an update rounds stochastically.
     """
 
     index: int
@@ -127,20 +126,7 @@ class _Unit:
 
     def numbers(self):
         """Return the numbers of `bits`, a list of at most one tensor."""
-        return [tf.constant(self.bits.numbers, tf.uint32)] if self.rounded else []
-
-    def state_bits(self, numbers, seed, step):
-        """Return a dict from `id`s of rounded states to random bits.
-
-        Args:
-            numbers: Result of `numbers`.
-            seed, step: Integer scalar tensors.
-        """
-        if not self.rounded:
-            return {}
-        seed, step = tf.cast(seed, tf.uint32), tf.cast(step, tf.uint32)
-        halves = self.bits.halves(numbers[0], seed, step, len(self.rounded))
-        return {id(state): bits for state, bits in zip(self.rounded, halves)}
+        return [tf.constant(self.bits.numbers, "uint32")] if self.rounded else []
 
 
 class GroupedUpdate:
@@ -193,7 +179,8 @@ class GroupedUpdate:
         passed_values = iter(values)
         values = [unit.value(passed_values) for unit in self._units]
         scalars = [tf.identity(scalar.value) for scalar in self._scalars]
-        seed = [] if self._rounding is None else [tf.identity(self._rounding.seed)]
+        if self._rounding is not None:
+            scalars.append(self._rounding.keys(scalars[0]))
         new_values = {}
         last = {}  # device -> control inputs of its next call, so that calls run one by one
         for device, units in self._calls:
@@ -203,7 +190,6 @@ class GroupedUpdate:
                 [unit.state_values() for unit in units],
                 [unit.numbers() for unit in units],
                 scalars,
-                seed,
             )
             function = self._function(units, arguments)
             with tf.device(device), tf.control_dependencies(last.get(device, [])):
@@ -251,7 +237,7 @@ class GroupedUpdate:
                 self._functions[key] = traced.get_concrete_function(*specs)
         return self._functions[key]
 
-    def _update(self, units, gradients, values, states, numbers, scalars, seed):
+    def _update(self, units, gradients, values, states, numbers, scalars):
         """Update values and states of units while a function is traced.
 
         Args:
@@ -260,8 +246,7 @@ class GroupedUpdate:
             values: List with the variable of each unit, or the tensor of its `ParameterProxy`.
             states: List with the list of state variables of each unit.
             numbers: List with the numbers of each unit's random bits; see `_Unit.numbers`.
-            scalars: List of tensors. Values of `self._scalars`.
-            seed: List of at most one tensor, the seed of random bits.
+            scalars: List of tensors. Values of `self._scalars`, and the keys of random bits.
 
         Returns:
             A tuple: the new values of the `ParameterProxy`s, and a scalar that is computed last.
@@ -270,8 +255,9 @@ class GroupedUpdate:
             unit.proxy.bind(value)
         bits = {}
         for unit, unit_numbers in zip(units, numbers):
-            # The first scalar is the step.
-            bits |= unit.state_bits(unit_numbers, *seed, scalars[0]) if seed else {}
+            for tensor in unit_numbers:
+                halves = unit.bits.halves(tensor, scalars[-1], len(unit.rounded))
+                bits.update(zip(map(id, unit.rounded), halves))
         rows = list(zip(units, gradients, states))
         for group in dict.fromkeys(unit.group for unit in units):
             group_rows = [row for row in rows if row[0].group == group]
@@ -288,9 +274,12 @@ class GroupedUpdate:
         proxies = [unit.proxy for unit, _, _ in rows]
         scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
         pairs = [pair for unit, _, variables in rows for pair in zip(unit.states, variables)]
-        rounded = [state for unit, _, _ in rows for state in unit.rounded]
+        rounded = [state for state, _ in pairs if id(state) in bits]
         for state, variable in pairs:
-            value = _float32_proxy(state, variable) if id(state) in bits else variable
+            value = variable
+            if id(state) in bits:
+                value = ParameterProxy(state, state.shape, dtype=tf.float32)
+                value.bind(tf.cast(variable, "float32"))
             scope.add_update((state, value))
         settings = _compat.average_only(self._optimizer, indices, proxies)
         settings |= _group_settings(self._optimizer, group)
@@ -307,14 +296,6 @@ class GroupedUpdate:
             # Keras assigns averages to the scope instead of the variable.
             elif value is not variable:
                 variable.assign(value)
-
-
-def _float32_proxy(state, variable):
-    """Return a `ParameterProxy` for a state during an update, with the variable's float32 value."""
-    proxy = ParameterProxy(state, state.shape)
-    proxy.dtype = tf.float32
-    proxy.bind(tf.cast(variable, tf.float32))
-    return proxy
 
 
 def _group_settings(optimizer, group):

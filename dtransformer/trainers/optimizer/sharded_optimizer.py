@@ -19,8 +19,6 @@ from dtransformer.trainers.optimizer.reduce import buckets
 from dtransformer.trainers.optimizer.shard_plan import make_partition, shard_plan
 from dtransformer.trainers.optimizer.stochastic_rounding import (
     StateRounding,
-    check_dtypes,
-    rounds_states,
     states_in_bfloat16,
 )
 from dtransformer.trainers.optimizer.store import store
@@ -69,9 +67,11 @@ class ShardedOptimizer:
         self.units = self._units.units
         self.is_sharded = any(shard.division is not None for shard in self.shards)
         self._on_mesh = any(shard.mesh_fraction is not None for shard in self.shards)
-        self.rounding = StateRounding(self.units, names or {}) if rounds_states() else None
-        self._build(optimizer, weights)
         config = get_parallel_config()
+        self.rounding = None
+        if config.optimizer_state_dtype == "bfloat16":
+            self.rounding = StateRounding(self.units, names or {})
+        self._build(optimizer, weights)
         ids = [bucket_ids[shard.weight_index] for shard in self.shards]
         positions = buckets(ids, config.gradient_aggregation_group)
         accumulates = config.micro_batch_num > 1
@@ -99,11 +99,14 @@ class ShardedOptimizer:
         if not optimizer.built:
             parts = [(unit.weight, unit.parameter) for unit in self.units]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
-            rounds = self.rounding is not None
-            with states_in_bfloat16(self._optimizer) if rounds else contextlib.nullcontext():
+            create_states = states_in_bfloat16 if self.rounding else contextlib.nullcontext
+            with create_states(self._optimizer):
                 optimizer.build(parameters)
-        elif self.rounding is not None:
-            check_dtypes(self._optimizer, parameters)
+        elif self.rounding and all(v.dtype != "bfloat16" for v in optimizer.variables):
+            raise ValueError(
+                f"{type(self._optimizer).__name__} was built before compile, without the bfloat16 "
+                "states of optimizer_state_dtype. Pass an optimizer that is not built."
+            )
 
     def _list_gradient_phases(self):
         """Return the phases from an engine's gradients to clipped gradients of update units."""

@@ -7,11 +7,9 @@ of the element in the full weight. They do not depend on the layout or on a rest
 """
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import math
-import operator
 from collections.abc import Iterator
 
 import keras
@@ -19,33 +17,23 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime.seeds import derived_seed
-from dtransformer.parallel.weights.shard_bounds import (
-    flat_range_bounds,
-    get_shape,
-    num_elements,
-)
-from dtransformer.parallel.weights.sharded_variable import full_bounds, true_shape
-from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
-from dtransformer.trainers.optimizer.states import optimizer_states
+from dtransformer.parallel.weights.shard_bounds import local_shards
+from dtransformer.parallel.weights.sharded_variable import true_shape
 
 _AVERAGE = "average"  # Keras' name for moving averages of weights.
-# Odd constants with many set bits, so that consecutive seeds and steps give unrelated keys.
+# Factors of the seed, the step and the index of a pair of states in the two keys of a hash. They are
+# odd and have many set bits, so that consecutive numbers give unrelated keys.
 _SEED_FACTORS = (0x9E3779B1, 0x85EBCA77)
 _STEP_FACTORS = (0xC2B2AE3D, 0x27D4EB2F)
-# Multipliers of a 32-bit integer hash (github.com/skeeto/hash-prospector).
+_PAIR_FACTOR = 0x165667B1
+# Factors of a 32-bit integer hash (github.com/skeeto/hash-prospector).
 _HASH_FACTORS = (0x7FEB352D, 0x846CA68B)
-
-
-def rounds_states() -> bool:
-    """Return whether the config stores optimizer states in bfloat16."""
-    return get_parallel_config().optimizer_state_dtype == "bfloat16"
 
 
 @contextlib.contextmanager
 def states_in_bfloat16(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Context manager in which an optimizer creates the states of weights in bfloat16.
+    """Context manager that lets an optimizer create the states of weights in bfloat16.
 
     Moving averages of weights (`use_ema`) keep the weight's type.
 
@@ -55,14 +43,9 @@ def states_in_bfloat16(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     add_variable = optimizer.add_variable_from_reference
 
     def add_in_bfloat16(reference_variable, name=None, initializer="zeros"):
-        reference = reference_variable
-        if name != _AVERAGE:
-            if isinstance(reference, ParameterProxy):
-                reference = copy.copy(reference)
-            else:
-                reference = ParameterProxy(reference, reference.shape)
-            reference.dtype = tf.bfloat16
-        return add_variable(reference, name=name, initializer=initializer)
+        variables = [] if name == _AVERAGE else [reference_variable]
+        with _compat.declared_dtype(variables, "bfloat16"):
+            return add_variable(reference_variable, name=name, initializer=initializer)
 
     with _compat.patched(optimizer, add_variable_from_reference=add_in_bfloat16):
         yield
@@ -76,30 +59,8 @@ def is_rounded(name: str, state: keras.Variable, parameter) -> bool:
         state: Keras variable.
         parameter: Keras variable or `ParameterProxy` that the state belongs to.
     """
-    is_average = name.endswith(_AVERAGE)
-    has_shape = tuple(state.shape) == tuple(parameter.shape)
-    return state.dtype == "bfloat16" and has_shape and not is_average
-
-
-def check_dtypes(optimizer: keras.optimizers.Optimizer, parameters: list) -> None:
-    """Check that a built optimizer has bfloat16 states.
-
-    Args:
-        optimizer: Built Keras optimizer.
-        parameters: List of the Keras variables and `ParameterProxy`s that it updates.
-
-    Raises:
-        ValueError: If a state in the shape of a weight has another type.
-    """
-    for name, index, state in optimizer_states(optimizer, len(parameters)):
-        if index is None or state.dtype == "bfloat16" or name.endswith(_AVERAGE):
-            continue
-        if tuple(state.shape) == tuple(parameters[index].shape):
-            raise ValueError(
-                f"{type(optimizer).__name__} was built with the {state.dtype} state {state.path}, but "
-                "optimizer_state_dtype='bfloat16' needs bfloat16 states. Pass an optimizer to compile "
-                "that is not built."
-            )
+    is_moment = state.dtype == "bfloat16" and not name.endswith(_AVERAGE)
+    return is_moment and tuple(state.shape) == tuple(parameter.shape)
 
 
 def round_to_bfloat16(x: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
@@ -115,9 +76,9 @@ def round_to_bfloat16(x: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
         A bfloat16 tensor.
     """
     # The upper 16 bits of a float32 number are a bfloat16 number.
-    pattern = tf.bitcast(x, tf.uint32) + bits
-    rounded = tf.bitcast(tf.bitwise.bitwise_and(pattern, _constant(0xFFFF0000)), tf.float32)
-    return tf.cast(tf.where(tf.math.is_nan(x), x, rounded), tf.bfloat16)
+    pattern = tf.bitwise.bitwise_and(tf.bitcast(x, "uint32") + bits, 0xFFFF0000)
+    rounded = tf.bitcast(pattern, "float32")
+    return tf.cast(tf.where(tf.math.is_nan(x), x, rounded), "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,66 +108,53 @@ class ElementBits:
             unit_shape: Shape of the part.
             bounds, flat_range: Location of the part; see `get_shard_bounds`.
         """
-        strides = [math.prod(weight_shape[i + 1 :]) for i in range(len(weight_shape))]
-        rectangle = get_shape(bounds)
-        parts = [full_bounds(rectangle)]
-        if flat_range is not None:
-            stop = min(flat_range[1], num_elements(bounds))
-            parts = flat_range_bounds(rectangle, flat_range[0], stop)
+        strides = tuple(math.prod(weight_shape[i + 1 :]) for i in range(len(weight_shape)))
+        parts = local_shards([stop for _, stop in bounds], bounds, flat_range)
         digest = hashlib.sha256(name.encode()).digest()
-        numbers = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4)]
+        numbers = [*np.frombuffer(digest[:8], "<u4").tolist()]
         for part in parts:
-            starts = [outer[0] + inner[0] for outer, inner in zip(bounds, part)]
-            numbers.append(sum(map(operator.mul, starts, strides)) % 2**32)
-        shapes = tuple(get_shape(part) for part in parts)
-        return cls(tuple(unit_shape), tuple(strides), shapes, tuple(numbers))
+            first_index = sum(start * stride for (start, _), stride in zip(part.bounds, strides))
+            numbers.append(first_index % 2**32)
+        rectangles = tuple(part.local_shape for part in parts)
+        return cls(tuple(unit_shape), strides, rectangles, tuple(numbers))
 
     @property
     def key(self):
         """Hashable. Units with equal keys have equal bits for equal `numbers`."""
         return self.shape, self.strides, self.rectangles
 
-    def halves(self, numbers, seed, step, count) -> list[tf.Tensor]:
+    def halves(self, numbers, keys, count) -> list[tf.Tensor]:
         """Return random numbers below 2¹⁶ for the elements of several states.
 
         Args:
             numbers: Uint32 tensor with the values of `numbers`.
-            seed, step: Uint32 scalar tensors.
+            keys: Uint32 tensor [2] that depends on the seed and the step.
             count: Integer. Number of states.
 
         Returns:
             A list of uint32 tensors of shape `shape`.
         """
         index = self._indices(numbers[2:])
+        keys += numbers[:2]
         halves = []
         for pair in range(-(-count // 2)):
-            keys = [
-                numbers[i]
-                + _constant(pair * _HASH_FACTORS[1])
-                + seed * _constant(_SEED_FACTORS[i])
-                + step * _constant(_STEP_FACTORS[i])
-                for i in (0, 1)
-            ]
-            bits = _hash(index, *keys)
-            halves.append(tf.bitwise.right_shift(bits, _constant(16)))
-            halves.append(tf.bitwise.bitwise_and(bits, _constant(0xFFFF)))
+            bits = _hash(index, keys[0] + pair * _PAIR_FACTOR, keys[1] + pair)
+            halves.append(tf.bitwise.right_shift(bits, 16))
+            halves.append(tf.bitwise.bitwise_and(bits, 0xFFFF))
         return halves[:count]
 
     def _indices(self, starts):
-        """Return the index of each element in the flattened weight modulo 2³²."""
-        parts = []
+        """Return the index of each element in the flattened weight modulo 2³², 0 for padding."""
+        parts = [starts[:0]]
         for i, rectangle in enumerate(self.rectangles):
             index = starts[i]
-            for axis, (size, stride) in enumerate(zip(rectangle, self.strides)):
+            for size, stride in zip(rectangle, self.strides):
                 steps = np.arange(size, dtype="uint64") * np.uint64(stride)
-                steps = steps.astype("uint32").reshape([size] + [1] * (len(rectangle) - axis - 1))
-                index += tf.constant(steps)
+                index = index[..., None] + steps.astype("uint32")
             parts.append(tf.reshape(index, [-1]))
-        flat = parts[0] if len(parts) == 1 else tf.concat(parts or [starts[:0]], 0)
-        padding = math.prod(self.shape) - sum(map(math.prod, self.rectangles))
-        if padding:
-            flat = tf.concat([flat, tf.zeros([padding], tf.uint32)], 0)
-        return tf.reshape(flat, self.shape)
+        flat = tf.concat(parts, 0)
+        padding = math.prod(self.shape) - flat.shape[0]
+        return tf.reshape(tf.pad(flat, [[0, padding]]), self.shape)
 
 
 class StateRounding:
@@ -218,7 +166,6 @@ class StateRounding:
 
     Attributes:
         bits: List with the `ElementBits` of each unit.
-        seed: Int64 scalar variable.
     """
 
     def __init__(self, units, names):
@@ -232,23 +179,24 @@ class StateRounding:
             )
             for unit in units
         ]
-        self.seed = tf.Variable(0, trainable=False, dtype="int64")
+        self._seed = tf.Variable(0, trainable=False, dtype="int64")
         self.take_seed()
 
     def take_seed(self) -> None:
         """Derive the seed from the job's seed, which a checkpoint may have changed."""
-        self.seed.assign(derived_seed("optimizer_states"))
+        self._seed.assign(derived_seed("optimizer_states"))
+
+    def keys(self, step) -> tf.Tensor:
+        """Return two keys of a step, a uint32 tensor [2]."""
+        seed = tf.cast(self._seed, "uint32")
+        return seed * _SEED_FACTORS + tf.cast(step, "uint32") * _STEP_FACTORS
 
 
 def _hash(index, first_key, second_key):
     """Return 32 random bits for each index and pair of keys."""
-    x = index + first_key
-    x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _constant(16)))
-    x = x * _constant(_HASH_FACTORS[0]) + second_key
-    x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _constant(15)))
-    x *= _constant(_HASH_FACTORS[1])
-    return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _constant(16)))
+    x = _xor_shift(index + first_key, 16) * _HASH_FACTORS[0] + second_key
+    return _xor_shift(_xor_shift(x, 15) * _HASH_FACTORS[1], 16)
 
 
-def _constant(value):
-    return tf.constant(value % 2**32, tf.uint32)
+def _xor_shift(x, bits):
+    return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, bits))
