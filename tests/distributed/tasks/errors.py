@@ -169,10 +169,13 @@ def sharded_weights():
     def accumulated():
         fit(keras.optimizers.Adam(gradient_accumulation_steps=2))
 
+    def averages():
+        fit(keras.optimizers.Nadam(use_ema=True, ema_overwrite_frequency=2))
+
     def full_weights():
         fit(keras.optimizers.Lamb())
 
-    return error_messages(accumulated, full_weights)
+    return error_messages(accumulated, averages, full_weights)
 
 
 TASKS = {
