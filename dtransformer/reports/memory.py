@@ -38,10 +38,10 @@ class MemoryRow:
     """Memory of one kind.
 
     Args:
-        what: "weights", "gradients", "optimizer states" or "activations". With `CrossEntropyLoss` also
-            "logits": the logits that the loss computes together, of one chunk if it computes chunks,
-            with their gradient. On GPUs also "NCCL's buffers", which TensorFlow's allocator does not
-            include.
+        what: "weights", "gradients", "optimizer states" or "activations". With `CrossEntropyLoss` and
+            batches of fixed size also "logits": the logits that the loss computes together, of one
+            chunk if it computes chunks, with their gradient. On GPUs also "NCCL's buffers", which
+            TensorFlow's allocator does not include.
         planned: Planned bytes on this rank.
         measured: Bytes of existing tensors, or `None` if unknown.
     """
