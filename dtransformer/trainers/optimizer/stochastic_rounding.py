@@ -145,16 +145,17 @@ class ElementBits:
 
     def _indices(self, starts):
         """Return the index of each element in the flattened weight modulo 2³², 0 for padding."""
-        parts = [starts[:0]]
+        parts = []
         for i, rectangle in enumerate(self.rectangles):
             index = starts[i]
             for size, stride in zip(rectangle, self.strides):
                 steps = np.arange(size, dtype="uint64") * np.uint64(stride)
                 index = index[..., None] + steps.astype("uint32")
             parts.append(tf.reshape(index, [-1]))
-        flat = tf.concat(parts, 0)
-        padding = math.prod(self.shape) - flat.shape[0]
-        return tf.reshape(tf.pad(flat, [[0, padding]]), self.shape)
+        padding = math.prod(self.shape) - sum(map(math.prod, self.rectangles))
+        # tf.pad has no GPU kernel for this type.
+        flat = tf.concat([*parts, np.zeros(padding, "uint32")], 0)
+        return tf.reshape(flat, self.shape)
 
 
 class StateRounding:
