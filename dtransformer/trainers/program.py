@@ -14,6 +14,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers import compile_checks
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
+from dtransformer.trainers.checkpoint.training_state import variable_names
 from dtransformer.trainers.data import element_specs
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
@@ -46,6 +47,7 @@ class Program:
         metrics: The `StepMetrics`, or `None` before `compile`.
         first_batch: Specs of the first batch, or `None` if it is unknown.
         compiler: The `StepCompiler`.
+        forward: The `ForwardStep`.
     """
 
     def __init__(self, trainer, network, parallel_config, options):
@@ -67,7 +69,7 @@ class Program:
             self.metrics = StepMetrics(
                 options.objective, options.compiled_metrics, self._restore_built_metrics
             )
-        self._forward = ForwardStep(
+        self.forward = ForwardStep(
             network, options.objective, options.compiled_metrics is not None, self._states
         )
 
@@ -95,7 +97,7 @@ class Program:
         is_new = self.engine is None
         if is_new:
             self.first_batch = element_specs(first)
-            self.engine = make_engine(self._forward, self.compiler.jit_forward)
+            self.engine = make_engine(self.forward, self.compiler.jit_forward)
         self.engine.build(first)
         if self._weights is None:
             self._weights = compile_checks.weight_paths(self._network)
@@ -123,6 +125,7 @@ class Program:
                 self.compiler,
                 copied_weights(self._network),
                 self._options.guard,
+                variable_names(self._network),
             )
 
     def build_steps(self, first):
@@ -148,7 +151,7 @@ class Program:
         if not self.optimizer_step.is_sharded:
             initial_broadcast([], self._options.optimizer.variables)
         step = Step(
-            self._forward,
+            self.forward,
             engine,
             self._options.optimizer,
             self.optimizer_step,

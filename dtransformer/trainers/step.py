@@ -59,7 +59,9 @@ class Step:
         self.take_seed()
 
     def take_seed(self):
-        """Derive the dropout seed from the job's seed, which a checkpoint may have changed."""
+        """Derive all seeds from the job's seed, which a checkpoint may have changed."""
+        if self._optimizer_step.rounding is not None:
+            self._optimizer_step.rounding.take_seed()
         self._seed = tf.constant(derived_seed("dropout", job.data_shard()[0]), INDEX_TYPE)
 
     def num_updates(self):
