@@ -8,12 +8,16 @@ Reference:
     error of less than one record.
 """
 
+import fractions
+import functools
 import math
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 
 _ROUNDS = 6
+_BLOCK = 4096  # Number of positions of a `MixtureOrder` that are computed together.
 
 
 def permuted(indices: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
@@ -85,19 +89,19 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
     >>> mixture_order([100, 100], [0.75, 0.25], "first_ends")[:8].tolist()
     [0, 0, 0, 1, 0, 0, 0, 1]
     """
-    fractions = np.array(weights, np.float64) / np.sum(weights)
+    shares = np.array(weights, np.float64) / np.sum(weights)
     sizes = np.array(sizes, np.int64)
     if mode != "once":
-        ends = sizes / fractions
+        ends = sizes / shares
         num_records = math.ceil(ends.max()) if mode == "repeat" else max(int(ends.min()), 1)
-        return _balanced(fractions, num_records)
+        return _balanced(shares.tolist(), num_records)
     order = []
     left = sizes.copy()
     sources = np.arange(len(sizes))
     while len(sources):
-        source_fractions = fractions[sources] / fractions[sources].sum()
-        num_records = max(int((left[sources] / source_fractions).min()), 1)
-        part = sources[_balanced(source_fractions, num_records)]
+        source_shares = shares[sources] / shares[sources].sum()
+        num_records = max(int((left[sources] / source_shares).min()), 1)
+        part = sources[_balanced(source_shares.tolist(), num_records)]
         counts = np.bincount(part, minlength=len(sizes))
         if (counts > left).any():  # A source may come one position early, when it is exhausted.
             turns = np.zeros(len(part), np.int64)
@@ -111,19 +115,83 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
     return np.concatenate(order).astype(np.int32)
 
 
-def _balanced(fractions, num_records):
-    """Return the source index of `number` records, by earliest deadline; int64 [number]."""
-    fractions = fractions.tolist()
-    counts = [0] * len(fractions)
+def _balanced(weights, num_records, total=1, counts=None):
+    """Return the source index of the next `num_records` records, by earliest deadline; int64.
+
+    Args:
+        weights: List with the weight of each source. Integers make the order exact.
+        num_records: Integer. Number of positions to compute.
+        total: Sum of the weights.
+        counts: List with the number of earlier records of each source, changed in place.
+    """
+    counts = counts or [0] * len(weights)
+    first = sum(counts)
     order = np.zeros(num_records, np.int64)
-    sources = range(len(fractions))
+    sources = range(len(weights))
     for position in range(num_records):
         # A source may come if it has fewer records than its fraction of the first place + 1.
-        ready = [j for j in sources if counts[j] < fractions[j] * (position + 1)]
-        chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / fractions[j], j))
+        limit = first + position + 1
+        ready = [j for j in sources if counts[j] * total < weights[j] * limit]
+        chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / weights[j], j))
         counts[chosen] += 1
         order[position] = chosen
     return order
+
+
+class MixtureOrder:
+    """Endless order of sources. Every prefix matches the weights with an error below one row.
+
+    Weights are exact decimal numbers: 0.1 is one tenth. The order repeats after `period` rows and
+    can be read at any row. Only orders with a long period, such as 987,654,321 rows, compute all
+    rows up to the requested row once.
+
+    Args:
+        weights: List with the positive weight of each source.
+
+    Attributes:
+        period: Number of rows until the order repeats.
+
+    Example:
+
+    >>> order = MixtureOrder([0.75, 0.25])
+    >>> [order.place(row) for row in range(5)]
+    [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3)]
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        exact = [fractions.Fraction(str(weight)) for weight in weights]
+        shares = [weight / sum(exact) for weight in exact]
+        self.period = math.lcm(*(share.denominator for share in shares))
+        self._weights = [int(share * self.period) for share in shares]
+        self._block_counts = [[0] * len(weights)]  # Rows of each source before each block.
+        self._lock = threading.Lock()
+        self._read_block = functools.lru_cache(4)(self._compute_block)
+
+    def counts(self, num_rows: int) -> np.ndarray:
+        """Return how many of the first `num_rows` rows each source has, int64 [sources]."""
+        periods, rest = divmod(num_rows, self.period)
+        before, order = self._block(rest)
+        prefix = np.bincount(order[: rest % _BLOCK], minlength=len(before))
+        return prefix + before + periods * np.array(self._weights)
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the source of a row and the number of earlier rows of this source."""
+        rest = row % self.period
+        source = int(self._block(rest)[1][rest % _BLOCK])
+        return source, int(self.counts(row)[source])
+
+    def _block(self, row):
+        with self._lock:  # All threads of the data pipeline read the order.
+            return self._read_block(row // _BLOCK)
+
+    def _compute_block(self, index):
+        """Return the counts before a block, and the source index of each of its rows."""
+        for _ in range(len(self._block_counts), index + 1):
+            counts = list(self._block_counts[-1])
+            _balanced(self._weights, _BLOCK, self.period, counts)
+            self._block_counts.append(counts)
+        before = self._block_counts[index]
+        return before, _balanced(self._weights, _BLOCK, self.period, list(before))
 
 
 def mixed_records(

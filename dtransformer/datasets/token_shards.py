@@ -82,6 +82,12 @@ class TokenShards:
         self.shard = functools.lru_cache(_MAX_OPEN_SHARDS)(open_shard)
 
     @property
+    def encoding(self) -> dict:
+        """Dict that describes the stored ids. It is equal for folders that can be mixed."""
+        fields = ("vocab_size", "special_ids", "dtype", "tokenizer")
+        return {name: self._manifest[name] for name in fields}
+
+    @property
     def tokenizer_folder(self) -> pathlib.Path:
         """The folder of the tokenizer's copy. It exists if the tokenizer has a `save` method."""
         return self.folder / shard_manifest.TOKENIZER

@@ -195,6 +195,7 @@ class OptimizerOptions:
     chunk_tokens: Literal["auto"] | Count | None = "auto"  # Tokens per chunk of logits
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     guard: Guard = None  # {skip_spikes: 8.0, stop_after: 5}; null disables
+    log_gradient_norms: bool = False  # Also log the gradient norm of each block and other layer
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
     muon: Muon = None  # {momentum: …, rms_rate: …, adam_lr_ratio: …} of the optimizer muon
 

@@ -121,6 +121,7 @@ class Program:
                 self.compiler,
                 copied_weights(self._network),
                 self._options.guard,
+                self._options.log_gradient_norms,
             )
 
     def build_steps(self, first):

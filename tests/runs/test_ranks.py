@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from dtransformer.datasets import load_tokenizer, write_token_shards
 from harness.tolerances import PARITY_LOSS
 from tests.runs.small_records import CONFIGS, write, write_config
 from tests.shared_runs import needs_horovod
@@ -48,14 +49,20 @@ def command(place, name, run, ranks, settings):
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     write(folder)
+    documents = (folder / "text.txt").read_text().split("\n\n")
+    tokenizer = load_tokenizer(folder / "llama")
+    write_token_shards(documents[::3], tokenizer, folder / "web")
+    write_token_shards(documents[1::3], tokenizer, folder / "code")
     command(folder, "chat", "runs/chat", 1, [])  # The preference task starts from it.
     return folder
 
 
+MIXTURE = "data.train=[{path: web, weight: 0.7}, {path: code, weight: 0.3}]"
 # Settings of at least 20 steps.
 CASES = [
     *((name, []) for name in CONFIGS),
     ("kto", ["training.epochs=10"]),
+    ("gpt", [MIXTURE, "training.max_steps=20", "training.epochs=20"]),
     *(("preference", [f"training.loss={loss}", "training.epochs=3"]) for loss in LOSSES),
 ]
 

@@ -50,12 +50,15 @@ class StepData:
         square_norms: Float32 tensor [num_shards]. Squared norm of each gradient. After
             `sum_square_norms`, of the weight shard's gradient over all ranks.
         norm: Float32 scalar. Norm of all gradients of the network before clipping.
+        layer_norms: Dict from layer names to float32 scalars; see `GradientNorms`. Empty if they are
+            not requested.
     """
 
     gradients: list
     values: list | tuple = ()
     square_norms: tf.Tensor | None = None
     norm: tf.Tensor | None = None
+    layer_norms: dict = dataclasses.field(default_factory=dict)
 
 
 class Reduction:
@@ -199,13 +202,23 @@ def _all_reduce(vector, positions, group, name):
     return tf.tensor_scatter_nd_update(vector, [[i] for i in positions], sums)
 
 
-def measure_norm(shards, stages, data):
-    """Compute the norm of all gradients over `stages`, the pipeline's `Group` or `None`."""
+def measure_norm(shards, stages, layers, data):
+    """Compute the norm of all gradients, and the norms of layers if requested.
+
+    Args:
+        shards: List of `PlannedShard`s.
+        stages: `Group` of the pipeline, or `None`. One all-reduce sums the squares of all layers.
+        layers: `GradientNorms`, or `None`.
+        data: `StepData`.
+    """
     counted = [i for i, shard in enumerate(shards) if shard.counts_in_norm]
-    total = tf.reduce_sum(tf.gather(data.square_norms, tf.constant(counted, "int32")))
+    squares = tf.gather(data.square_norms, tf.constant(counted, "int32"))
+    sums = tf.reduce_sum(squares) if layers is None else layers.sums(squares, counted)
     if stages is not None:
-        total = transport.all_reduce(total, "Sum", stages, "sum_of_stages")
-    data.norm = tf.sqrt(total)
+        sums = transport.all_reduce(sums, "Sum", stages, "sum_of_stages")
+    if layers is not None:
+        data.layer_norms = layers.norms(sums)
+    data.norm = tf.sqrt(tf.reduce_sum(sums))
 
 
 def clip(optimizer, shards, data):

@@ -266,7 +266,7 @@ class TestLossScale:
 
 def run_step(step, gradients):
     """Update the weights and return the norm of all gradients."""
-    gradients, reduced, norm = step.reduce_and_clip(gradients)
+    gradients, reduced, norm, _ = step.reduce_and_clip(gradients)
     step.apply(gradients, reduced, norm)
     return norm
 

@@ -1,0 +1,177 @@
+"""Weighted mixtures of several folders of token shards."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dtransformer.datasets.indexed_batches import Example, IndexedBatches
+from dtransformer.datasets.mixture import MixtureOrder
+from dtransformer.datasets.token_shards import TokenShards
+from dtransformer.errors import InputError
+
+
+class ShardMixture:
+    """Several folders of token shards with weights, written with one tokenizer.
+
+    Args:
+        sources: `TokenShards` of the folders.
+        weights: List with the positive weight of each source. The fraction of a source is its
+            weight divided by the sum of all weights.
+
+    Attributes:
+        sources: List of the `TokenShards`.
+        order: `MixtureOrder` of the rows.
+        num_documents, num_tokens: Number of documents and tokens of all sources.
+        special_ids: Dict of the ids of the tokenizer's special tokens.
+        fingerprint: 64 hexadecimal digits that identify the tokens, the tokenizer and the weights.
+
+    Raises:
+        InputError: If the sources have different tokenizers, a folder is listed twice, or a weight
+            is not positive.
+
+    Example:
+
+    >>> from dtransformer.datasets import SubwordTokenizer, TokenShards, write_token_shards
+    >>> tokenizer = SubwordTokenizer.train(["one two three"], vocab_size=26)
+    >>> web = write_token_shards(["one two", "two"], tokenizer, "web")
+    >>> code = write_token_shards(["three"], tokenizer, "code")
+    >>> ShardMixture([web, code], weights=[0.75, 0.25]).num_documents
+    3
+    """
+
+    def __init__(self, sources: Iterable[TokenShards], weights: Sequence[float]):
+        self.sources = list(sources)
+        if len(weights) != len(self.sources) or min(weights, default=0) <= 0:
+            raise InputError(
+                f"The weights {list(weights)} do not fit {len(self.sources)} folders of token "
+                "shards. Pass one positive weight for each folder."
+            )
+        self._check_sources()
+        self.order = MixtureOrder(weights)
+        self.num_documents = sum(map(len, self.sources))
+        self.num_tokens = sum(shards.num_tokens for shards in self.sources)
+        self.special_ids = self.sources[0].special_ids
+        identity = [[shards.fingerprint for shards in self.sources], list(map(float, weights))]
+        self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def _check_sources(self):
+        first = self.sources[0]
+        folders = [shards.folder for shards in self.sources]
+        for position, shards in enumerate(self.sources):
+            if shards.folder in folders[:position]:
+                raise InputError(f"{shards.folder} is listed twice. Add its weights to one entry.")
+            for name, value in shards.encoding.items():
+                if value != first.encoding[name]:
+                    raise InputError(
+                        f"{shards.folder} was written with another tokenizer than {first.folder}: "
+                        f"`{name}` is {value} instead of {first.encoding[name]}. Write it again with "
+                        f"--tokenizer {first.tokenizer_folder}."
+                    )
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return self.num_documents
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Return the ids of a document, int32 [n], in the order of the mixture."""
+        source, turn = self.order.place(index)
+        return self.sources[source][turn % len(self.sources[source])]
+
+
+class MixedBatches(IndexedBatches):
+    """Training batches of a mixture: each row is a row of one source.
+
+    Among the first n rows of a run, the number of rows of a source differs from its fraction of n
+    by less than one. Each source has its own epochs, in which it is shuffled and used completely.
+    When it ends, its next epoch starts. The rows depend only on the seed and their position in the
+    run, not on the number of ranks.
+
+    An epoch of `fit` has as many rows as one epoch of each source together, rounded up to full
+    batches. The next epoch of `fit` continues with the next row of each source.
+
+    Args:
+        kind: Class of the rows, such as `LanguageModelBatches`.
+        mixture: The `ShardMixture`.
+        batch_size: Integer. Number of rows of a global batch.
+        seed: Integer. The order of each source depends on the seed and its epoch. Defaults to 0.
+        shard_index, num_shards, pad_rows_to_multiple_of: See `LanguageModelBatches`.
+        **options: Other arguments of `kind`, such as `length`.
+
+    Attributes:
+        sources: List of the sources' batches, instances of `kind`.
+
+    Raises:
+        InputError: If a source has no full row, or an argument is out of range.
+
+    Example:
+
+    >>> from dtransformer.datasets import LanguageModelBatches, SubwordTokenizer, write_token_shards
+    >>> tokenizer = SubwordTokenizer.train(["one two three"], vocab_size=26)
+    >>> web = write_token_shards(["one two three"] * 6, tokenizer, "web")
+    >>> code = write_token_shards(["three two"] * 3, tokenizer, "code")
+    >>> mixture = ShardMixture([web, code], weights=[0.75, 0.25])
+    >>> batches = MixedBatches(LanguageModelBatches, mixture, length=8, batch_size=2)
+    >>> sorted(batches.source_epochs(0).values())
+    [0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        kind: type[IndexedBatches],
+        mixture: ShardMixture,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shard_index: int = 0,
+        num_shards: int = 1,
+        pad_rows_to_multiple_of: int = 1,
+        **options,
+    ):
+        self._mixture = mixture
+        seeds = np.random.SeedSequence(seed).generate_state(len(mixture.sources)).tolist()
+        self.sources = [
+            kind(shards, batch_size=1, seed=source_seed, **options)
+            for shards, source_seed in zip(mixture.sources, seeds)
+        ]
+        super().__init__(
+            mixture,
+            sum(batches.num_rows for batches in self.sources),
+            f"{mixture.num_tokens:,} tokens",
+            length=self.sources[0].length,
+            batch_size=batch_size,
+            shuffle=False,  # The sources shuffle.
+            seed=seed,
+            shard_index=shard_index,
+            num_shards=num_shards,
+            pad_rows_to_multiple_of=pad_rows_to_multiple_of,
+            training=False,  # Rounds the number of batches up.
+        )
+        self.num_rows = len(self) * batch_size
+
+    def row(self, epoch: int, index: int) -> Example:
+        row = epoch * self.num_rows + index
+        source, turn = self._mixture.order.place(row)
+        batches = self.sources[source]
+        source_epoch, place = divmod(turn, batches.num_rows)
+        (source_row,) = batches.rows(source_epoch, place)
+        return batches.row(source_epoch, int(source_row))
+
+    def empty_row(self) -> Example:
+        return self.sources[0].empty_row()
+
+    def source_epochs(self, num_batches: int) -> dict[str, float]:
+        """Return the epochs of each source in the first batches of a run.
+
+        Args:
+            num_batches: Integer. Number of batches since the start of the run.
+
+        Returns:
+            Dict from the folder of each source to its number of epochs.
+        """
+        counts = self._mixture.order.counts(num_batches * self.batch_size)
+        return {
+            str(shards.folder): float(count / batches.num_rows)
+            for shards, batches, count in zip(self._mixture.sources, self.sources, counts)
+        }
