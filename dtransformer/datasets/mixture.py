@@ -168,7 +168,7 @@ class MixtureOrder:
         self._read_block = functools.lru_cache(4)(self._compute_block)
 
     def counts(self, num_rows: int) -> np.ndarray:
-        """Return how many of the first `num_rows` rows each source has, int64 [sources]."""
+        """Return the number of rows of each source in the first `num_rows` rows, int64 [sources]."""
         periods, rest = divmod(num_rows, self.period)
         before, order = self._block(rest)
         prefix = np.bincount(order[: rest % _BLOCK], minlength=len(before))

@@ -84,12 +84,12 @@ class MixedBatches(IndexedBatches):
     """Training batches of a mixture: each row is a row of one source.
 
     Among the first n rows of a run, the number of rows of a source differs from its fraction of n
-    by less than one. Each source has its own epochs, in which it is shuffled and used completely.
-    When it ends, its next epoch starts. The rows depend only on the seed and their position in the
-    run, not on the number of ranks.
+    by less than one. An epoch of a source uses all its rows once, in another random order. Then its
+    next epoch starts. The rows depend only on the seed and their position in the run, not on the
+    number of ranks.
 
-    An epoch of `fit` has as many rows as one epoch of each source together, rounded up to full
-    batches. The next epoch of `fit` continues with the next row of each source.
+    An epoch of `fit` has the number of rows of all sources together, rounded up to full batches.
+    The next epoch of `fit` continues with the next row of each source.
 
     Args:
         kind: Class of the rows, such as `LanguageModelBatches`.
@@ -168,7 +168,7 @@ class MixedBatches(IndexedBatches):
             num_batches: Integer. Number of batches since the start of the run.
 
         Returns:
-            Dict from the folder of each source to its number of epochs.
+            Dict from the folder of each source to its epochs, a float.
         """
         counts = self._mixture.order.counts(num_batches * self.batch_size)
         return {

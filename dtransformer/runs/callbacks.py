@@ -161,7 +161,7 @@ class SourceEpochs(keras.callbacks.Callback):
         self._first_batch = self._num_batches = epoch * len(self._batches)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        # With `steps_per_execution` the index may exceed the last batch of the epoch.
+        # The index may exceed the last batch of the epoch if a call executes several steps.
         self._num_batches = self._first_batch + min(batch + 1, len(self._batches))
         self._add(logs)
 

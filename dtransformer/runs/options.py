@@ -71,7 +71,7 @@ class TranslationData:
 class DocumentData:
     """Documents and the rows made from them."""
 
-    train: Sources = ()  # Text files, record files, or a folder from `prepare --lm`
+    train: Sources = ()  # Text or record files, or folders from `prepare --lm`, with weights
     dev: Sources = ()  # Held-out documents, for val_loss and perplexity
     field: Name = "text"  # Key or column of the text in records
     documents: Literal["blank_line", "line", "file"] = "blank_line"  # End of each document

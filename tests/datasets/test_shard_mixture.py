@@ -47,7 +47,7 @@ def tokens(batches, epoch, batch):
 @given(st.lists(WEIGHT, min_size=1, max_size=5), st.integers(0, 10**9))
 def test_every_prefix_has_the_shares_of_the_weights(weights, first):
     order = MixtureOrder(weights)
-    if order.period > 10**4:  # Such an order has to be computed up to the first row.
+    if order.period > 10**4:  # All rows up to the first one are computed.
         first %= 10**4
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -158,7 +158,7 @@ def test_all_kinds_of_rows_can_be_mixed(kind, tmp_path):
     ]
     mixture = ShardMixture(shards, [3, 1])
     batches = MixedBatches(kind, mixture, length=24, batch_size=4, pad_rows_to_multiple_of=3)
-    inputs, labels = batches.batch(1, 2)
+    inputs, _ = batches.batch(1, 2)
     empty_inputs, _ = batches.empty_row()
     for name, value in inputs.items():
         assert value.shape == (6, *empty_inputs[name].shape)

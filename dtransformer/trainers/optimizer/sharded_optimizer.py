@@ -13,9 +13,9 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer import phases
 from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
+from dtransformer.trainers.optimizer.gradient_norms import GradientNorms
 from dtransformer.trainers.optimizer.guard import StepGuard
 from dtransformer.trainers.optimizer.keras_update import keras_update
-from dtransformer.trainers.optimizer.gradient_norms import GradientNorms
 from dtransformer.trainers.optimizer.reduce import buckets
 from dtransformer.trainers.optimizer.shard_plan import make_partition, shard_plan
 from dtransformer.trainers.optimizer.store import store
