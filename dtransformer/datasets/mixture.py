@@ -9,15 +9,15 @@ Reference:
 """
 
 import fractions
-import functools
 import math
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 
+from dtransformer.errors import InputError
+
 _ROUNDS = 6
-_BLOCK = 4096  # Number of positions of a `MixtureOrder` that are computed together.
+_MAX_PERIOD = 10**6
 
 
 def permuted(indices: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
@@ -115,23 +115,17 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
     return np.concatenate(order).astype(np.int32)
 
 
-def _balanced(weights, num_records, total=1, counts=None):
-    """Return the source index of the next `num_records` records, by earliest deadline; int64.
+def _balanced(weights, num_records, total=1):
+    """Return the source index of `num_records` records, by earliest deadline; int64 [num_records].
 
-    Args:
-        weights: List with the weight of each source. Integers make the order exact.
-        num_records: Integer. Number of positions to compute.
-        total: Sum of the weights.
-        counts: List with the number of earlier records of each source, changed in place.
+    Weights are fractions, or integers with the sum `total`, whose order is exact.
     """
-    counts = counts or [0] * len(weights)
-    first = sum(counts)
+    counts = [0] * len(weights)
     order = np.zeros(num_records, np.int64)
     sources = range(len(weights))
     for position in range(num_records):
         # A source may come if it has fewer records than its fraction of the first place + 1.
-        limit = first + position + 1
-        ready = [j for j in sources if counts[j] * total < weights[j] * limit]
+        ready = [j for j in sources if counts[j] * total < weights[j] * (position + 1)]
         chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / weights[j], j))
         counts[chosen] += 1
         order[position] = chosen
@@ -141,15 +135,14 @@ def _balanced(weights, num_records, total=1, counts=None):
 class MixtureOrder:
     """Endless order of sources. Every prefix matches the weights with an error below one row.
 
-    Weights are exact decimal numbers: 0.1 is one tenth. The order repeats after `period` rows and
-    can be read at any row. Only orders with a long period, such as 987,654,321 rows, compute all
-    rows up to the requested row once.
+    Weights are exact decimal numbers: 0.1 is one tenth. So the order repeats, at the latest after
+    the sum of the weights in units of their last digit.
 
     Args:
         weights: List with the positive weight of each source.
 
-    Attributes:
-        period: Number of rows until the order repeats.
+    Raises:
+        InputError: If the order repeats after more than a million rows.
 
     Example:
 
@@ -161,37 +154,25 @@ class MixtureOrder:
     def __init__(self, weights: Sequence[float]):
         exact = [fractions.Fraction(str(weight)) for weight in weights]
         shares = [weight / sum(exact) for weight in exact]
-        self.period = math.lcm(*(share.denominator for share in shares))
-        self._weights = [int(share * self.period) for share in shares]
-        self._block_counts = [[0] * len(weights)]  # Rows of each source before each block.
-        self._lock = threading.Lock()
-        self._read_block = functools.lru_cache(4)(self._compute_block)
+        period = math.lcm(*(share.denominator for share in shares))
+        if period > _MAX_PERIOD:
+            raise InputError(
+                f"The order of the weights {list(weights)} repeats only after {period:,} rows. Round "
+                "the weights to fewer digits, such as 0.333."
+            )
+        self._order = _balanced([int(share * period) for share in shares], period, period)
+        is_source = self._order[:, None] == np.arange(len(weights))
+        self._counts = np.cumsum(np.pad(is_source, ((1, 0), (0, 0))), axis=0)
 
     def counts(self, num_rows: int) -> np.ndarray:
         """Return the number of rows of each source in the first `num_rows` rows, int64 [sources]."""
-        periods, rest = divmod(num_rows, self.period)
-        before, order = self._block(rest)
-        prefix = np.bincount(order[: rest % _BLOCK], minlength=len(before))
-        return prefix + before + periods * np.array(self._weights)
+        periods, rest = divmod(num_rows, len(self._order))
+        return periods * self._counts[-1] + self._counts[rest]
 
     def place(self, row: int) -> tuple[int, int]:
         """Return the source of a row and the number of earlier rows of this source."""
-        rest = row % self.period
-        source = int(self._block(rest)[1][rest % _BLOCK])
+        source = int(self._order[row % len(self._order)])
         return source, int(self.counts(row)[source])
-
-    def _block(self, row):
-        with self._lock:  # All threads of the data pipeline read the order.
-            return self._read_block(row // _BLOCK)
-
-    def _compute_block(self, index):
-        """Return the counts before a block, and the source index of each of its rows."""
-        for _ in range(len(self._block_counts), index + 1):
-            counts = list(self._block_counts[-1])
-            _balanced(self._weights, _BLOCK, self.period, counts)
-            self._block_counts.append(counts)
-        before = self._block_counts[index]
-        return before, _balanced(self._weights, _BLOCK, self.period, list(before))
 
 
 def mixed_records(

@@ -29,7 +29,7 @@ class ShardMixture:
 
     Raises:
         InputError: If the sources have different tokenizers, a folder is listed twice, or a weight
-            is not positive.
+            is not positive or has too many digits.
 
     Example:
 
@@ -48,36 +48,21 @@ class ShardMixture:
                 f"The weights {list(weights)} do not fit {len(self.sources)} folders of token "
                 "shards. Pass one positive weight for each folder."
             )
-        self._check_sources()
+        first = self.sources[0]
+        for position, shards in enumerate(self.sources):
+            if shards.encoding != first.encoding:
+                raise InputError(
+                    f"{shards.folder} was written with another tokenizer, vocabulary or id type than "
+                    f"{first.folder}. Write it again with --tokenizer {first.tokenizer_folder}."
+                )
+            if shards.folder in [earlier.folder for earlier in self.sources[:position]]:
+                raise InputError(f"{shards.folder} is listed twice. Add its weights to one entry.")
         self.order = MixtureOrder(weights)
         self.num_documents = sum(map(len, self.sources))
         self.num_tokens = sum(shards.num_tokens for shards in self.sources)
-        self.special_ids = self.sources[0].special_ids
-        identity = [[shards.fingerprint for shards in self.sources], list(map(float, weights))]
+        self.special_ids = first.special_ids
+        identity = [*(shards.fingerprint for shards in self.sources), *map(float, weights)]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-
-    def _check_sources(self):
-        first = self.sources[0]
-        folders = [shards.folder for shards in self.sources]
-        for position, shards in enumerate(self.sources):
-            if shards.folder in folders[:position]:
-                raise InputError(f"{shards.folder} is listed twice. Add its weights to one entry.")
-            for name, value in shards.encoding.items():
-                if value != first.encoding[name]:
-                    raise InputError(
-                        f"{shards.folder} was written with another tokenizer than {first.folder}: "
-                        f"`{name}` is {value} instead of {first.encoding[name]}. Write it again with "
-                        f"--tokenizer {first.tokenizer_folder}."
-                    )
-
-    def __len__(self) -> int:
-        """Return the number of documents."""
-        return self.num_documents
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Return the ids of a document, int32 [n], in the order of the mixture."""
-        source, turn = self.order.place(index)
-        return self.sources[source][turn % len(self.sources[source])]
 
 
 class MixedBatches(IndexedBatches):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from dtransformer.datasets.shard_mixture import MixedBatches
 from dtransformer.errors import check_installed, to_one_line
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.config import RunConfig
@@ -142,38 +141,6 @@ class Samples(EverySteps):
             return
         for prompt, text in zip(self._prompts, texts):
             job.print_once(f"{when}, {prompt} … {to_one_line(text)}")
-
-
-class SourceEpochs(keras.callbacks.Callback):
-    """Callback that logs the epochs of each source of a mixture since the start of the run.
-
-    The logs have the names `epochs/FOLDER`. It also prints them after every epoch.
-
-    Args:
-        batches: `MixedBatches` of the run.
-    """
-
-    def __init__(self, batches: MixedBatches):
-        super().__init__()
-        self._batches = batches
-
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self._first_batch = self._num_batches = epoch * len(self._batches)
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        # The index may exceed the last batch of the epoch if a call executes several steps.
-        self._num_batches = self._first_batch + min(batch + 1, len(self._batches))
-        self._add(logs)
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        epochs = self._add(logs)
-        text = ", ".join(f"{name} {count:.3g}" for name, count in epochs.items())
-        job.print_once(f"epoch: {epoch + 1}, epochs of sources: {text}")
-
-    def _add(self, logs):
-        epochs = self._batches.source_epochs(self._num_batches)
-        logs.update({f"epochs/{name}": count for name, count in epochs.items()})
-        return epochs
 
 
 class LogSink(keras.callbacks.Callback):

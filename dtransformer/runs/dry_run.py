@@ -24,7 +24,7 @@ from dtransformer.runs.callbacks import check_logs
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.exporting import check_export
 from dtransformer.runs.optimizers import group_weights, make_optimizer
-from dtransformer.runs.run import count_steps, layout_plan
+from dtransformer.runs.run import layout_plan
 from dtransformer.runs.tasks import make_task
 from dtransformer.runs.unread import check_read
 from dtransformer.trainers.optimizer.checks import check_elementwise
@@ -155,8 +155,6 @@ def _check_training(task, parallel, overwrite, ranks):
             check_export(task, overwrite)
         group_weights(task.network, task.config)
         num_batches = len(task.batches("train"))
-        for line in task.source_lines(count_steps(task.config, num_batches)):
-            print(line)
         task.batches("dev")
         optimizer = make_optimizer(task.config, num_batches)
     degrees = (parallel.model_parallel, parallel.context_parallel, parallel.expert_parallel)

@@ -208,12 +208,6 @@ def _has_ended(path, config):
     return from_chief(lambda: limit is not None and last >= limit, "run/ended")
 
 
-def count_steps(config: RunConfig, num_batches: int) -> int:
-    """Return the number of steps of a run with `num_batches` batches per epoch."""
-    steps = config.training.epochs * num_batches
-    return min(steps, config.training.max_steps or steps)
-
-
 def make_trainer(task: Task, total_steps: int) -> Trainer:
     """Create and compile the trainer of a task's network.
 
@@ -264,10 +258,8 @@ def _prepare(config, folder, resumes):
     task.make_network()
     batches = {part: task.batches(part) for part in ("train", "dev")}
     job.print_once(f"Batches per epoch: {len(batches['train']):,}")
-    total_steps = count_steps(config, len(batches["train"]))
-    for line in task.source_lines(total_steps):
-        job.print_once(line)
-    trainer = make_trainer(task, total_steps)
+    steps = options.epochs * len(batches["train"])
+    trainer = make_trainer(task, min(steps, options.max_steps or steps))
     trainer.summary()
     task.before_training(trainer)
     return task, trainer, batches

@@ -237,10 +237,7 @@ def test_mixture_logs_the_epochs_of_its_sources(sources, capsys):
         np.testing.assert_allclose(np.array(values) / values[0], np.array(num_rows) / num_rows[0])
         assert epochs[-1][f"epochs/{name}"] == values[-1]
         assert f"Source {name}: {values[-1]:.3g} epochs in this run\n" in printed
-    last = epochs[-1]
-    assert last["epochs/code"] > 2 > last["epochs/web"] > 0
-    expected = f"epochs of sources: web {last['epochs/web']:.3g}, code {last['epochs/code']:.3g}"
-    assert expected in printed
+    assert epochs[-1]["epochs/code"] > 2 > epochs[-1]["epochs/web"] > 0
     assert main(["evaluate", "--run", "runs/mixed"]) == 0
 
 

@@ -229,14 +229,6 @@ class Task(abc.ABC):
         """Return lines that describe the records. They are printed before training."""
         return []
 
-    def source_lines(self, num_steps: int) -> list[str]:
-        """Return lines with the epochs of each source of a mixture, printed before training.
-
-        Args:
-            num_steps: Integer. Number of steps of the run.
-        """
-        return []
-
     def preview(self, count: int) -> list[list[tuple[str, bool]]]:
         """Return the first `count` records, each as a list of (text, has_labels) pairs."""
         return []

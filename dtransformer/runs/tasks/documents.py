@@ -4,6 +4,8 @@ import hashlib
 import pathlib
 from typing import ClassVar
 
+import keras
+
 from dtransformer.datasets.documents import read_documents
 from dtransformer.datasets.indexed_batches import IndexedBatches
 from dtransformer.datasets.sample import iterate_texts, sample_evenly
@@ -14,7 +16,7 @@ from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.parallel.collectives.objects import from_chief
-from dtransformer.runs.callbacks import SourceEpochs
+from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import SHARDS
 from dtransformer.runs.networks import tokenizer_folder
 from dtransformer.runs.tasks.base import PARTS, Task
@@ -126,9 +128,7 @@ class DocumentTask(Task):
 
     def set_folder(self, folder) -> None:
         for shards in self.shards.values():
-            if isinstance(shards, ShardMixture):
-                continue  # Its folders are outside of the run.
-            if self.folder in shards.folder.parents:
+            if isinstance(shards, TokenShards) and self.folder in shards.folder.parents:
                 shards.folder = folder / shards.folder.relative_to(self.folder)
         super().set_folder(folder)
 
@@ -148,22 +148,37 @@ class DocumentTask(Task):
             **self.batch_options(part),
             **self.get_batch_options(),
         }
-        if isinstance(shards, ShardMixture):
-            self.mixed_batches = MixedBatches(self.batches_of, shards, **options)
-            return self.mixed_batches
-        return self.batches_of(shards, **options)
-
-    def source_lines(self, num_steps: int) -> list[str]:
-        if self.mixed_batches is None:
-            return []
-        epochs = self.mixed_batches.source_epochs(num_steps)
-        return [f"Source {name}: {count:.3g} epochs in this run" for name, count in epochs.items()]
+        if not isinstance(shards, ShardMixture):
+            return self.batches_of(shards, **options)
+        batches = self.mixed_batches = MixedBatches(self.batches_of, shards, **options)
+        training = self.config.training
+        steps = training.epochs * len(batches)
+        epochs = batches.source_epochs(min(steps, training.max_steps or steps))
+        for folder, count in epochs.items():
+            job.print_once(f"Source {folder}: {count:.3g} epochs in this run")
+        return batches
 
     def callbacks(self, trainer):
         callbacks = super().callbacks(trainer)
-        if self.mixed_batches is not None:
-            callbacks.insert(0, SourceEpochs(self.mixed_batches))
-        return callbacks
+        batches = self.mixed_batches
+        if batches is None:
+            return callbacks
+        latest = {}
+
+        def log_epochs(batch, logs):
+            # The index may exceed the last batch of the epoch if a call executes several steps.
+            num_batches = batches.position()["epoch"] * len(batches) + min(batch + 1, len(batches))
+            epochs = batches.source_epochs(num_batches)
+            latest.update({f"epochs/{folder}": count for folder, count in epochs.items()})
+            logs.update(latest)
+
+        def log_latest(_, logs):
+            logs.update(latest)
+
+        logs_epochs = keras.callbacks.LambdaCallback(
+            on_train_batch_end=log_epochs, on_epoch_end=log_latest
+        )
+        return [logs_epochs, *callbacks]
 
     def get_batch_options(self) -> dict:
         """Return additional arguments of `batches_of` as a dict."""
@@ -171,6 +186,7 @@ class DocumentTask(Task):
 
     def preview(self, count: int) -> list[list[tuple[str, bool]]]:
         shards = self.shards.get("train") or self.shards["dev"]
+        shards = getattr(shards, "sources", [shards])[0]
         rows = [shards[x][: self.config.data.length] for x in range(min(count, len(shards)))]
         return [[(text, True)] for text in self.tokenizer.decode(rows)]
 

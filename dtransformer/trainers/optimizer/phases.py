@@ -50,8 +50,7 @@ class StepData:
         square_norms: Float32 tensor [num_shards]. Squared norm of each gradient. After
             `sum_square_norms`, of the weight shard's gradient over all ranks.
         norm: Float32 scalar. Norm of all gradients of the network before clipping.
-        layer_norms: Dict from layer names to float32 scalars; see `GradientNorms`. Empty if they are
-            not requested.
+        layer_norms: Dict from layer names to float32 scalars. Empty if they are not requested.
     """
 
     gradients: list
@@ -203,22 +202,26 @@ def _all_reduce(vector, positions, group, name):
 
 
 def measure_norm(shards, stages, layers, data):
-    """Compute the norm of all gradients, and the norms of layers if requested.
+    """Compute the norm of all gradients, and the norms of layers.
 
     Args:
         shards: List of `PlannedShard`s.
-        stages: `Group` of the pipeline, or `None`. One all-reduce sums the squares of all layers.
-        layers: `GradientNorms`, or `None`.
+        stages: `Group` of the pipeline, or `None`. One all-reduce sums all squares.
+        layers: Result of `group_by_layer`. Without names no layer is measured.
         data: `StepData`.
     """
     counted = [i for i, shard in enumerate(shards) if shard.counts_in_norm]
     squares = tf.gather(data.square_norms, tf.constant(counted, "int32"))
-    sums = tf.reduce_sum(squares) if layers is None else layers.sums(squares, counted)
+    sums = [tf.reduce_sum(squares)]
+    names, indices = layers
+    if names:
+        ids = tf.constant([indices[i] for i in counted], "int32")
+        sums += tf.unstack(tf.math.unsorted_segment_sum(squares, ids, len(names)))
+    sums = tf.stack(sums)
     if stages is not None:
         sums = transport.all_reduce(sums, "Sum", stages, "sum_of_stages")
-    if layers is not None:
-        data.layer_norms = layers.norms(sums)
-    data.norm = tf.sqrt(tf.reduce_sum(sums))
+    data.norm, *norms = tf.unstack(tf.sqrt(sums))
+    data.layer_norms = dict(zip(names, norms))
 
 
 def clip(optimizer, shards, data):

@@ -13,7 +13,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer import phases
 from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
-from dtransformer.trainers.optimizer.gradient_norms import GradientNorms
+from dtransformer.trainers.optimizer.gradient_norms import group_by_layer
 from dtransformer.trainers.optimizer.guard import StepGuard
 from dtransformer.trainers.optimizer.keras_update import keras_update
 from dtransformer.trainers.optimizer.reduce import buckets
@@ -68,7 +68,7 @@ class ShardedOptimizer:
         self.partition = make_partition(weights)
         self.shards = shard_plan(weights, self.partition, copies)
         paths = [shard.weight.path for shard in self.shards]
-        self._layer_norms = GradientNorms(paths) if log_gradient_norms else None
+        self._layers = group_by_layer(paths) if log_gradient_norms else ([], [])
         self._units = UpdateUnits(self.shards, self.partition.kind)
         self.units = self._units.units
         self.is_sharded = any(shard.division is not None for shard in self.shards)
@@ -117,7 +117,7 @@ class ShardedOptimizer:
         if self.is_sharded or self._on_mesh:
             steps.append(partial(phases.sum_square_norms, self.shards))
         stages = stages if stages.size > 1 else None
-        steps.append(partial(phases.measure_norm, self.shards, stages, self._layer_norms))
+        steps.append(partial(phases.measure_norm, self.shards, stages, self._layers))
         if not self._optimizer.gradient_accumulation_steps:
             steps.append(partial(phases.clip, self._optimizer, self.shards))
         if self.is_sharded or self._units.proxies:
