@@ -241,8 +241,8 @@ def test_mixture_logs_the_epochs_of_its_sources(sources, capsys):
     assert main(["evaluate", "--run", "runs/mixed"]) == 0
 
 
-def test_resumed_mixture_has_the_losses_of_a_straight_run(sources):
-    settings = [*mixture(0.7, 0.3)[:1], "training.epochs=5"]
+def test_resumed_mixture_has_the_losses_of_a_straight_run(sources, capsys):
+    settings = [*mixture(0.7, 0.3)[:1], "training.epochs=5", "training.schedule=constant"]
     assert train(*settings, "training.max_steps=30", run="runs/straight") == 0
     assert train(*settings, "training.max_steps=13", run="runs/resumed") == 0
     limit = "training.max_steps=30"
@@ -254,7 +254,8 @@ def test_resumed_mixture_has_the_losses_of_a_straight_run(sources):
     ]
     assert results[0] == results[1]
     changed = mixture(0.6, 0.4)[:1]
-    assert train(*changed, limit, run="runs/resumed", flags=["--resume"]) == 2
+    assert train(*settings[1:], *changed, limit, run="runs/resumed", flags=["--resume"]) == 2
+    assert "--resume: data.train is (0.6, 0.4)" in capsys.readouterr().err
 
 
 def test_dry_run_of_a_mixture_prints_the_epochs_of_its_sources(sources, capsys):
@@ -273,7 +274,7 @@ def test_dry_run_of_a_mixture_prints_the_epochs_of_its_sources(sources, capsys):
         ((1, -2), ("web", "code"), "must be greater than 0"),
         ((1, 1), ("web", "missing"), "missing contains no token shards"),
         ((1, 1), ("web", "web"), "web is listed twice"),
-        ((1, 1), ("web", "other"), "other was written with another tokenizer than web"),
+        ((1, 1), ("web", "other"), "other was written with another tokenizer"),
     ],
 )
 def test_wrong_mixtures_are_rejected(weights, paths, message, sources, capsys):
