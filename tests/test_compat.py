@@ -65,7 +65,7 @@ def trees():
 
 
 def compat_trees():
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.glob("of_*.py")]
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.glob("*.py")]
 
 
 def private_attributes(tree):
@@ -374,7 +374,7 @@ def test_called_by_shapes(monkeypatch):
 def test_call_of_function():
     """A waiting function is reported as the same call. Python code is reported as `None`."""
     fifo = tf.queue.FIFOQueue(1, "int32")
-    dequeue, main, calls = tf.function(fifo.dequeue), threading.main_thread().ident, []
+    dequeue, main, calls = tf.function(fifo.dequeue), threading.main_thread(), []
 
     def observe():
         for _ in range(100):
