@@ -33,11 +33,11 @@ class ShardMixture:
 
     Example:
 
-    >>> from dtransformer.datasets import SubwordTokenizer, TokenShards, write_token_shards
+    >>> from dtransformer.datasets import SubwordTokenizer, write_token_shards
     >>> tokenizer = SubwordTokenizer.train(["one two three"], vocab_size=26)
-    >>> web = write_token_shards(["one two", "two"], tokenizer, "web")
-    >>> code = write_token_shards(["three"], tokenizer, "code")
-    >>> ShardMixture([web, code], weights=[0.75, 0.25]).num_documents
+    >>> news = write_token_shards(["one two", "two"], tokenizer, "news")
+    >>> books = write_token_shards(["three"], tokenizer, "books")
+    >>> ShardMixture([news, books], weights=[0.75, 0.25]).num_documents
     3
     """
 
@@ -98,8 +98,9 @@ class MixedBatches(IndexedBatches):
     >>> code = write_token_shards(["three two"] * 3, tokenizer, "code")
     >>> mixture = ShardMixture([web, code], weights=[0.75, 0.25])
     >>> batches = MixedBatches(LanguageModelBatches, mixture, length=8, batch_size=2)
-    >>> sorted(batches.source_epochs(0).values())
-    [0.0, 0.0]
+    >>> inputs, labels = next(iter(batches.as_dataset()))
+    >>> inputs["tokens"].shape, len(batches.source_epochs(num_batches=5))
+    (TensorShape([2, 8]), 2)
     """
 
     def __init__(
