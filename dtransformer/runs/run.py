@@ -232,6 +232,7 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
             jit_compile=options.jit_compile,
             steps_per_execution=options.steps_per_execution,
             guard=guard,
+            log_gradient_norms=options.log_gradient_norms,
             **task.metrics(),
         )
     return trainer

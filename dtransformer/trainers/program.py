@@ -126,6 +126,7 @@ class Program:
                 copied_weights(self._network),
                 self._options.guard,
                 variable_names(self._network),
+                self._options.log_gradient_norms,
             )
 
     def build_steps(self, first):

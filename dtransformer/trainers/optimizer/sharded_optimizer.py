@@ -13,6 +13,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer import phases
 from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
+from dtransformer.trainers.optimizer.gradient_norms import group_by_layer
 from dtransformer.trainers.optimizer.guard import StepGuard
 from dtransformer.trainers.optimizer.keras_update import keras_update
 from dtransformer.trainers.optimizer.reduce import buckets
@@ -40,6 +41,7 @@ class ShardedOptimizer:
         guard: `SpikeGuard`, or `None`.
         names: Dict from `id`s of weights to names that do not depend on the layout, for random bits.
             Defaults to the weights' paths.
+        log_gradient_norms: Boolean. Whether to compute the gradient norm of each layer.
 
     Attributes:
         partition: `Partition` of the update over the data-parallel group.
@@ -57,12 +59,24 @@ class ShardedOptimizer:
         ValueError: If the layout shards weights and the optimizer cannot update shards.
     """
 
-    def __init__(self, optimizer, weights, bucket_ids, compiler, copies=(), guard=None, names=None):
+    def __init__(
+        self,
+        optimizer,
+        weights,
+        bucket_ids,
+        compiler,
+        copies=(),
+        guard=None,
+        names=None,
+        log_gradient_norms=False,
+    ):
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self.loss_scale = LossScale(optimizer)
         self.guard = None if guard is None else StepGuard(guard, self.loss_scale.is_used)
         self.partition = make_partition(weights)
         self.shards = shard_plan(weights, self.partition, copies)
+        paths = [shard.weight.path for shard in self.shards]
+        self._layers = group_by_layer(paths) if log_gradient_norms else ([], [])
         self._units = UpdateUnits(self.shards, self.partition.kind)
         self.units = self._units.units
         self.is_sharded = any(shard.division is not None for shard in self.shards)
@@ -123,7 +137,8 @@ class ShardedOptimizer:
         steps.append(partial(phases.measure_gradients, self.shards))
         if self.is_sharded or self._on_mesh:
             steps.append(partial(phases.sum_square_norms, self.shards))
-        steps.append(partial(phases.measure_norm, self.shards, stages if stages.size > 1 else None))
+        stages = stages if stages.size > 1 else None
+        steps.append(partial(phases.measure_norm, self.shards, stages, self._layers))
         if not self._optimizer.gradient_accumulation_steps:
             steps.append(partial(phases.clip, self._optimizer, self.shards))
         if self.is_sharded or self._units.proxies:
@@ -143,20 +158,20 @@ class ShardedOptimizer:
             factor: Scalar to multiply gradients by. `None` means 1.
 
         Returns:
-            A `(gradients, values, norm)` tuple: the gradients of the local update units, the
-            current values of the units that `ParameterProxy`s represent, and the norm of all
-            gradients before clipping, a float32 scalar.
+            A `(gradients, values, norm, layer_norms)` tuple: the gradients of the local update
+            units, the current values of the units that `ParameterProxy`s represent, the norm of all
+            gradients before clipping, a float32 scalar, and a dict with the norm of each layer.
         """
         if factor is not None:
             gradients = [gradient * factor for gradient in gradients]
         data = phases.StepData(gradients)
         self._run(self._gradient_phases, data)
-        return data.gradients, data.values, data.norm
+        return data.gradients, data.values, data.norm, data.layer_norms
 
     def apply(self, gradients, values, norm):
         """Update the weights, unless the loss scale or the guard skips the step.
 
-        The arguments are the results of `reduce_and_clip`.
+        The arguments are the first results of `reduce_and_clip`.
         """
         data = phases.StepData(gradients, values)
         # Weight decay reads no gradient. Without this dependency it would also run in a step that
