@@ -12,6 +12,7 @@ from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_table
 from dtransformer.trainers.engines.accumulation import accumulate_gradients
 from dtransformer.trainers.engines.base import StepScalars
+from dtransformer.trainers.engines.output_gradients import compute_outputs_first
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
 from dtransformer.trainers.optimizer.reduce import reduce_sum
 
@@ -48,9 +49,14 @@ class Step:
             reduce_weights = None if reduce is None else reduce.reduce_weights
             self._forward_backward = partial(engine.forward_backward, reduce=reduce_weights)
         elif self._num_micro_batches > 1:
+            repeats_forward = forward.repeats_forward
             self._forward_backward = accumulate_gradients(
-                engine.forward_backward, self._num_micro_batches, reduce
+                engine.forward_backward, self._num_micro_batches, reduce, not repeats_forward
             )
+            if repeats_forward:
+                self._forward_backward = compute_outputs_first(
+                    forward, engine, self._forward_backward, self._num_micro_batches, compiler
+                )
         self._fingerprints = compiler.compile_part(fingerprint_table)
         self._reduce = compiler.compile_part(self._reduce_and_clip)
         self._apply = compiler.compile_part(optimizer_step.apply)

@@ -50,6 +50,7 @@ class InBatchLoss(keras.losses.Loss):
     """
 
     weights_epoch_means = True
+    compares_rows = True
 
     def __init__(self, temperature: float = 0.05, dimensions: Sequence[int] = ()):
         super().__init__("in_batch", "mean_with_sample_weight")
@@ -122,10 +123,11 @@ class Embedding(LabelTask):
         return [get_text({"negatives": text}, "negatives", place) for text in negatives]
 
     def read(self, part: str | None = None) -> None:
-        if self.config.parallel.micro_batch_num > 1 or job.has_mesh_replicas():
+        has_stages = job.placement().num_chunks > 1
+        if (has_stages and self.config.parallel.micro_batch_num > 1) or job.has_mesh_replicas():
             raise InputError(
-                "Task embedding compares each query with all texts of a batch. Set "
-                "micro_batch_num=1, and do not combine data_parallel with model_parallel, "
+                "Task embedding compares each query with all texts of a batch. Set pipeline_stage=1 "
+                "or micro_batch_num=1, and do not combine data_parallel with model_parallel, "
                 "context_parallel or local_devices."
             )
         super().read(part)

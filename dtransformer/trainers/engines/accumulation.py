@@ -11,7 +11,7 @@ from dtransformer.trainers.row_sharding import concat_rows, take_shard
 _NOT_INLINED = {"_noinline": True}
 
 
-def accumulate_gradients(forward_backward, num_micro_batches, reduce):
+def accumulate_gradients(forward_backward, num_micro_batches, reduce, labels_on_host=True):
     """Return a forward–backward function that divides each batch into micro-batches.
 
     Args:
@@ -20,6 +20,7 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
             fewer rows, some micro-batches are empty.
         reduce: Function that is applied to the gradients of each micro-batch before they are added,
             or `None`.
+        labels_on_host: Whether labels are in host memory, like the rest of the batch.
 
     Returns:
         A function with the same arguments and results. Gradients and sums are added over the
@@ -31,19 +32,18 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
 
         def micro_batch(i):
             seed = micro_batch_seed(scalars.seed, i, num_micro_batches)
+            shard = i, num_micro_batches
             gradients, outputs, sums = forward_backward(
-                *take_shard(batch, i, num_micro_batches), scalars._replace(seed=seed)
+                take_shard(inputs, *shard),
+                take_shard(labels, *shard, on_host=labels_on_host),
+                take_shard(sample_weight, *shard),
+                scalars._replace(seed=seed),
             )
             if reduce is not None:
                 gradients = reduce(gradients)
             return [tf.convert_to_tensor(x) for x in gradients], outputs, sums
 
-        compute = micro_batch
-        # Compile one function and call it for each micro-batch.
-        if not tf.executing_eagerly():
-            compute = tf.function(
-                micro_batch, autograph=False, experimental_attributes=_NOT_INLINED
-            )
+        compute = compile_once(micro_batch)
         dependencies = [x for x in tf.nest.flatten(batch) if x is not None]
         gradients = None
         sums = None
@@ -66,6 +66,13 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
         return gradients, tf.nest.map_structure(concat_rows, *all_outputs), sums
 
     return accumulated
+
+
+def compile_once(function):
+    """Return a function that is traced once and called for each micro-batch. Eager mode keeps it."""
+    if tf.executing_eagerly():
+        return function
+    return tf.function(function, autograph=False, experimental_attributes=_NOT_INLINED)
 
 
 def micro_batch_seed(seed, i, num_micro_batches):
