@@ -77,9 +77,7 @@ class RowSharding:
         return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def take_shard(
-    batch: object, i: int | tf.Tensor, num_shards: int, on_host: bool = True
-) -> object:
+def take_shard(batch: object, i: int | tf.Tensor, num_shards: int, on_host: bool = True) -> object:
     """Return a contiguous shard of nested tensors [b, ...].
 
     Shards differ by at most one row. `None` stays `None`.

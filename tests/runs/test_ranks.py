@@ -19,6 +19,7 @@ LAYOUTS = {
     "zero": ["parallel.optimizer_shard=3"],
     "model": ["parallel.model_parallel=2"],
 }
+SCORES = ("loss", "val_loss", "val_f1", "val_mrr", "val_ndcg@10", "val_spearman")
 LOSSES = ("sigmoid_norm", "simpo", "orpo")
 pytestmark = [needs_horovod, pytest.mark.long]
 
@@ -38,7 +39,7 @@ def command(place, name, run, ranks, settings):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     lines = (place / run / "metrics.jsonl").read_text().splitlines()
     return [
-        [x[key] for key in ("loss", "val_loss", "val_f1", "val_mrr", "val_spearman") if key in x]
+        [x[key] for key in SCORES if key in x]
         for x in map(json.loads, lines)
         if x["kind"] == "epoch"
     ]
@@ -62,9 +63,20 @@ CASES = [
 
 @pytest.mark.parametrize("name, options", CASES)
 def test_losses_on_ranks_match_one_process(name, options, place):
+    compare_layouts(name, options, place)
+
+
+def test_contrastive_micro_batches_on_ranks_match_the_full_batch(place):
+    compare_layouts("embedding", ["training.epochs=10"], place, ["parallel.micro_batch_num=2"])
+
+
+def compare_layouts(name, options, place, rank_options=()):
+    """Compare the losses of all layouts, with some more options, with one process."""
     expected = command(place, name, f"runs/{name}-1", 1, options)
     for layout, settings in LAYOUTS.items():
-        result = command(place, name, f"runs/{name}-{layout}", 2, [*options, *settings])
+        result = command(
+            place, name, f"runs/{name}-{layout}", 2, [*options, *rank_options, *settings]
+        )
         # Small losses are differences of large logits.
         tolerances = {"rtol": PARITY_LOSS, "atol": 1e-6}
         np.testing.assert_allclose(result, expected, **tolerances, err_msg=f"{name}, {layout}")

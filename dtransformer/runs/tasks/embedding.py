@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.datasets.record_batches import group_row
-from dtransformer.datasets.records import get_text
+from dtransformer.datasets.records import get_negatives, get_text
 from dtransformer.datasets.skipped_records import warn_skipped
-from dtransformer.errors import InputError, short_repr
+from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
@@ -110,17 +110,7 @@ class Embedding(LabelTask):
 
     def texts(self, record, place) -> list[str]:
         texts = [get_text(record, name, place) for name in ("query", "positive")]
-        if record.get("negative") is not None:
-            texts.append(get_text(record, "negative", place))
-        return texts + self._listed_negatives(record, place)
-
-    def _listed_negatives(self, record, place):
-        negatives = record.get("negatives") or []
-        if not isinstance(negatives, list):
-            raise InputError(
-                f"{place}: `negatives` must be a list of texts, got {short_repr(negatives)}."
-            )
-        return [get_text({"negatives": text}, "negatives", place) for text in negatives]
+        return texts + get_negatives(record, place)
 
     def read(self, part: str | None = None) -> None:
         has_stages = job.placement().num_chunks > 1
@@ -170,11 +160,10 @@ class Embedding(LabelTask):
 
     def score_dev(self, trainer) -> dict[str, float]:
         vectors = self.predictions(trainer, "dev")
-        ids = np.unique(self.records["dev"].targets[:, 1], return_inverse=True)[1]
-        scores = retrieval(vectors[:, 0], vectors[:, 1], ids)
+        ids = self.records["dev"].targets.astype(int)
+        scores = retrieval(vectors, ids)
         for size in self.config.training.matryoshka:
-            part = retrieval(vectors[:, 0, :size], vectors[:, 1, :size], ids)
-            scores[f"mrr_{size}"] = part["mrr"]
+            scores[f"mrr_{size}"] = retrieval(vectors[..., :size], ids)["mrr"]
         return scores
 
     def build_row(self, *args) -> tuple:
