@@ -49,14 +49,11 @@ class Step:
             reduce_weights = None if reduce is None else reduce.reduce_weights
             self._forward_backward = partial(engine.forward_backward, reduce=reduce_weights)
         elif self._num_micro_batches > 1:
-            repeats_forward = forward.repeats_forward
-            self._forward_backward = accumulate_gradients(
-                engine.forward_backward, self._num_micro_batches, reduce, not repeats_forward
-            )
-            if repeats_forward:
-                self._forward_backward = compute_outputs_first(
-                    forward, engine, self._forward_backward, self._num_micro_batches, compiler
-                )
+            shared = self._num_micro_batches, reduce
+            if forward.repeats_forward:
+                self._forward_backward = compute_outputs_first(forward, engine, *shared, compiler)
+            else:
+                self._forward_backward = accumulate_gradients(engine.forward_backward, *shared)
         self._fingerprints = compiler.compile_part(fingerprint_table)
         self._reduce = compiler.compile_part(self._reduce_and_clip)
         self._apply = compiler.compile_part(optimizer_step.apply)

@@ -125,29 +125,23 @@ class Embedding(LabelTask):
     def encode(self, records):
         groups = [self.texts(record, place) for place, record in records]
         sequences = iter(self.encode_whole(list(itertools.chain.from_iterable(groups))))
-        missing = ([], [])  # Records may have fewer negative texts than others.
-        rows = []
-        for group in groups:
-            row = list(itertools.islice(sequences, len(group)))
-            rows.append(row + [missing] * (self._num_texts - len(group)))
-        return rows, None
+        return [list(itertools.islice(sequences, len(group))) for group in groups], None
 
     def _encode_part(self, name, sources):
-        placed = itertools.chain.from_iterable(sources)
-        self._num_texts = max(len(self.texts(record, place)) for place, record in placed)
         records, sizes = super()._encode_part(name, sources)
+        num_texts = records.num_sequences
         texts = [
             records.sequence(i, side)[0].tobytes()
             for i in range(len(records))
-            for side in range(self._num_texts)
+            for side in range(num_texts)
         ]
         distinct, ids = np.unique(np.array(texts, object), return_inverse=True)
         has_text = (records.lengths > 0).ravel()
-        records.targets = np.float32(np.where(has_text, ids + 1, 0).reshape(-1, self._num_texts))
-        num_texts = int(has_text.sum())
+        records.targets = np.float32(np.where(has_text, ids + 1, 0).reshape(-1, num_texts))
+        total = int(has_text.sum())
         num_distinct = len(distinct) - (not has_text.all())
         message = "texts repeat another text: in a batch, equal texts are not negatives"
-        warn_skipped(f"Records ({name})", num_texts - num_distinct, num_texts, message)
+        warn_skipped(f"Records ({name})", total - num_distinct, total, message)
         return records, sizes
 
     def encode_inputs(self, records):

@@ -12,8 +12,6 @@ from dtransformer.errors import InputError
 from dtransformer.runs.scores import ranking, relevant_ranks
 from dtransformer.runs.tasks.classification import LabelTask
 
-_MISSING = -1.0  # Label of a missing document, if records have different numbers of documents.
-
 
 class RankingLoss(keras.losses.Loss):
     """Sigmoid cross-entropy of single documents, or softmax cross-entropy of lists of documents.
@@ -65,16 +63,7 @@ class Ranking(LabelTask):
         return texts + get_negatives(record, place)
 
     def encode_inputs(self, records):
-        names = ("query", "document")
-        pairs = [[get_text(record, name, place) for name in names] for place, record in records]
-        return self._encode_lists(pairs)
-
-    def _encode_lists(self, groups):
-        """Return the pairs of a query with each of its documents, as (ids, token types) tuples.
-
-        Args:
-            groups: List with the query and the documents of each record.
-        """
+        groups = [self.texts(record, place) for place, record in records]
         pairs = [(query, document) for query, *documents in groups for document in documents]
         encodings = iter(self.tokenizer.encode_with_offsets(*map(list, zip(*pairs))))
         return [
@@ -84,12 +73,7 @@ class Ranking(LabelTask):
 
     def encode(self, records):
         labels = [self._labels(record, place) for place, record in records]
-        rows = self._encode_lists([self.texts(record, place) for place, record in records])
-        for row, row_labels in zip(rows, labels):
-            num_missing = self._num_documents - len(row)
-            row.extend([([], [])] * num_missing)
-            row_labels.extend([_MISSING] * num_missing)
-        return rows, labels
+        return self.encode_inputs(records), labels
 
     def _labels(self, record, place):
         """Return the labels of a record's documents."""
@@ -113,19 +97,14 @@ class Ranking(LabelTask):
             )
         return [label]
 
-    def _encode_part(self, name, sources):
-        placed = itertools.chain.from_iterable(sources)
-        self._num_documents = max(len(self.texts(record, place)) for place, record in placed) - 1
-        return super()._encode_part(name, sources)
-
     def build_row(self, records, indices, length) -> tuple:
         rows = [self.row(records, indices, length, i) for i in range(records.num_sequences)]
         inputs = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         return inputs, get_targets(records, indices), np.float32(len(indices) > 0)
 
     def prediction(self, record, row, output):
-        probabilities = np.exp(-np.logaddexp(0.0, -np.float64(output)))
-        return {"score": float(probabilities[0])}
+        scores = np.exp(-np.logaddexp(0.0, -np.float64(output[: len(row)])))
+        return {"score": scores[0].item()} if len(row) == 1 else {"scores": scores.tolist()}
 
     def loss(self) -> RankingLoss:
         return RankingLoss()
@@ -133,14 +112,17 @@ class Ranking(LabelTask):
     def score_dev(self, trainer) -> dict[str, float]:
         """Return the scores of `ranking` over queries with relevant and other documents.
 
-        Labeled documents are ranked with all documents of an equal query, and lists by themselves.
+        Labeled documents are ranked with all documents of an equal query. Lists are separate.
         """
         records = self.records["dev"]
         scores = self.predictions(trainer, "dev")
         queries = {}
         for i in range(len(records)):
+            ids, types = records.sequence(i)
             is_list = records.num_sequences > 1
-            queries.setdefault(i if is_list else self._query(records, i), []).append(i)
+            # The token ids before the document identify the query.
+            query = i if is_list else ids[: np.argmax(types >= 0)].tobytes()
+            queries.setdefault(query, []).append(i)
         ranks = []
         for indices in queries.values():
             labels = records.targets[indices]
@@ -149,11 +131,6 @@ class Ranking(LabelTask):
             if 0 < is_relevant.sum() < len(is_relevant):
                 ranks.append(relevant_ranks(scores[indices][is_document], is_relevant))
         return ranking(ranks) if ranks else {}
-
-    def _query(self, records, i):
-        """Return the token ids of a pair before its document, as bytes."""
-        ids, types = records.sequence(i)
-        return ids[: np.argmax(types >= 0)].tobytes()
 
 
 TASK = Ranking

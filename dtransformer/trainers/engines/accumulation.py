@@ -43,8 +43,13 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce, labels_on_
                 gradients = reduce(gradients)
             return [tf.convert_to_tensor(x) for x in gradients], outputs, sums
 
-        compute = compile_once(micro_batch)
-        dependencies = [x for x in tf.nest.flatten(batch) if x is not None]
+        compute = micro_batch
+        # Compile one function and call it for each micro-batch.
+        if not tf.executing_eagerly():
+            compute = tf.function(
+                micro_batch, autograph=False, experimental_attributes=_NOT_INLINED
+            )
+        dependencies = _tensors(batch)
         gradients = None
         sums = None
         all_outputs = []
@@ -62,17 +67,14 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce, labels_on_
             gradients = new_gradients
             sums = new_sums
             all_outputs.append(outputs)
-            dependencies = gradients
+            dependencies = _tensors((gradients, outputs))
         return gradients, tf.nest.map_structure(concat_rows, *all_outputs), sums
 
     return accumulated
 
 
-def compile_once(function):
-    """Return a function that is traced once and called for each micro-batch. Eager mode keeps it."""
-    if tf.executing_eagerly():
-        return function
-    return tf.function(function, autograph=False, experimental_attributes=_NOT_INLINED)
+def _tensors(nested):
+    return [x for x in tf.nest.flatten(nested) if x is not None]
 
 
 def micro_batch_seed(seed, i, num_micro_batches):

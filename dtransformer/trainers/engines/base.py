@@ -68,23 +68,19 @@ class StepLayout(typing.NamedTuple):
             batch.
         splits_batch: Whether data shards or micro-batches divide the batch.
         unshards_weights: Whether weights are unsharded for use.
-        has_micro_batches: Whether micro-batches divide the local rows.
     """
 
     needs_reduce: bool
     splits_batch: bool
     unshards_weights: bool
-    has_micro_batches: bool
 
     @classmethod
     def current(cls):
         """Return the values for the current layout."""
         config = get_parallel_config()
         needs_reduce = job.data_parallel_group().size > 1
-        unshards_weights = needs_reduce and config.optimizer_shard == 3
-        has_micro_batches = config.micro_batch_num > 1
-        splits_batch = job.data_shard()[1] > 1 or has_micro_batches
-        return cls(needs_reduce, splits_batch, unshards_weights, has_micro_batches)
+        splits_batch = job.data_shard()[1] > 1 or config.micro_batch_num > 1
+        return cls(needs_reduce, splits_batch, needs_reduce and config.optimizer_shard == 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +107,7 @@ class ForwardStep:
 
         This holds for a loss that compares rows, see `output_gradients.py`.
         """
-        return self.layout.has_micro_batches and self.objective.compares_rows
+        return get_parallel_config().micro_batch_num > 1 and self.objective.compares_rows
 
     def counts(self, inputs, labels, sample_weight):
         """Return the counts of the global batch from the local rows, see `Objective.counts`."""
@@ -230,7 +226,7 @@ class ForwardStep:
             the result of `Objective.sums`.
         """
         values = tf.nest.map_structure(lambda x: tf.cast(x, "float32"), outputs)
-        with tf.GradientTape(watch_accessed_variables=False) as tape, trace.training_step():
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
             is_full_batch = not self.layout.needs_reduce
             sums = self.objective.sums(values, labels, sample_weight, counts, is_full_batch)
@@ -411,8 +407,8 @@ class Engine:
 
 def _weighted_sum(outputs, weights):
     """Return the sum of outputs times weights, both nested tensors of equal shapes."""
-    products = tf.nest.map_structure(lambda x, w: tf.cast(x, "float32") * w, outputs, weights)
-    return tf.add_n([tf.reduce_sum(x) for x in tf.nest.flatten(products)])
+    pairs = zip(tf.nest.flatten(outputs), tf.nest.flatten(weights))
+    return tf.add_n([tf.reduce_sum(tf.cast(x, "float32") * weight) for x, weight in pairs])
 
 
 def _dense(gradient, value):

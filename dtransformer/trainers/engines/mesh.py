@@ -1,6 +1,5 @@
 """Engine for a mesh: its devices run the forward and backward passes together."""
 
-import itertools
 import warnings
 
 import numpy as np
@@ -55,9 +54,9 @@ class MeshEngine(Engine):
 
     def collectives(self):
         num_micro_batches = get_parallel_config().micro_batch_num
-        functions = [self._train, self._outputs] if self._step.repeats_forward else [self._train]
-        collectives = [audit.mesh_collectives(x.compiled, x.calls) for x in functions]
-        return num_micro_batches * list(itertools.chain.from_iterable(collectives))
+        collectives = audit.mesh_collectives(self._train.compiled, self._train.calls)
+        collectives += audit.mesh_collectives(self._outputs.compiled, self._outputs.calls)
+        return num_micro_batches * collectives
 
     def forward_backward(self, inputs, labels, sample_weight, scalars):
         self._consistency.check((inputs, labels, sample_weight), "train")

@@ -17,55 +17,42 @@ batch size under memory limited setup"
 import tensorflow as tf
 
 from dtransformer.parallel.weights.sharded_variable import get_local_shards
-from dtransformer.trainers.engines.accumulation import compile_once, micro_batch_seed
-from dtransformer.trainers.row_sharding import concat_rows, take_shard
+from dtransformer.trainers.engines.accumulation import accumulate_gradients
 
 _SEED_DTYPE = "uint32"  # Only seeds of Keras' random layers have this dtype.
 
 
-def compute_outputs_first(step, engine, accumulated, num_micro_batches, compiler):
+def compute_outputs_first(step, engine, num_micro_batches, reduce, compiler):
     """Return a forward–backward function that computes the outputs of all rows first.
 
     Args:
         step: The `ForwardStep`, with `repeats_forward`.
         engine: An `Engine`, built.
-        accumulated: Result of `accumulate_gradients` for the engine. Its labels are the gradients
-            of the outputs.
-        num_micro_batches: Number of micro-batches.
+        num_micro_batches, reduce: See `accumulate_gradients`.
         compiler: The `StepCompiler`.
 
     Returns:
         A function with the arguments and results of `Engine.forward_backward`.
     """
+
+    def training_outputs(inputs, labels, sample_weight, scalars):
+        return [], engine.training_outputs(inputs, scalars.seed), {}
+
+    first_pass = accumulate_gradients(training_outputs, num_micro_batches, None)
     output_gradients = compiler.compile_part(step.output_gradients)
+    second_pass = accumulate_gradients(
+        engine.forward_backward, num_micro_batches, reduce, labels_on_host=False
+    )
     seeds = [v for v in step.network.non_trainable_variables if v.dtype == _SEED_DTYPE]
 
     def forward_backward(inputs, labels, sample_weight, scalars):
         shards = get_local_shards(seeds)
         states = [tf.identity(shard.value) for shard in shards]
-        outputs = _training_outputs(engine, inputs, scalars.seed, num_micro_batches)
+        _, outputs, _ = first_pass(inputs, None, None, scalars)
         for shard, state in zip(shards, states):
             shard.assign(state)  # Keras' layers repeat their masks in the second pass.
         gradients, loss_sums = output_gradients(outputs, labels, sample_weight, scalars.counts)
-        weight_gradients, metric_outputs, sums = accumulated(inputs, gradients, None, scalars)
+        weight_gradients, metric_outputs, sums = second_pass(inputs, gradients, None, scalars)
         return weight_gradients, metric_outputs, sums | loss_sums
 
     return forward_backward
-
-
-def _training_outputs(engine, inputs, seed, num_micro_batches):
-    """Return the outputs of all rows, computed in micro-batches one after the other."""
-
-    def micro_batch(i):
-        rows = take_shard(inputs, i, num_micro_batches)
-        return engine.training_outputs(rows, micro_batch_seed(seed, i, num_micro_batches))
-
-    compute = compile_once(micro_batch)
-    dependencies = tf.nest.flatten(inputs)
-    all_outputs = []
-    for i in range(num_micro_batches):
-        with tf.control_dependencies(dependencies):
-            outputs = compute(tf.constant(i))
-        all_outputs.append(outputs)
-        dependencies = tf.nest.flatten(outputs)
-    return tf.nest.map_structure(concat_rows, *all_outputs)

@@ -40,7 +40,7 @@ def train(micro_batches, num_steps=NUM_STEPS, dropout_rate=0.0, **options):
     with parallel_config(micro_batch_num=micro_batches):
         trainer = Trainer(make_network(dropout_rate))
         loss = InBatchLoss(TEMPERATURE, DIMENSIONS)
-        trainer.compile(keras.optimizers.SGD(0.1), loss, **options)
+        trainer.compile(keras.optimizers.SGD(1e-3), loss, **options)
         logs = []
         for _ in range(num_steps):
             batch = inputs(WITH_NEGATIVES), WITH_NEGATIVES, WEIGHT
@@ -52,7 +52,7 @@ def train(micro_batches, num_steps=NUM_STEPS, dropout_rate=0.0, **options):
 def check_equal(result, expected):
     np.testing.assert_allclose(result[0], expected[0], rtol=PARITY_LOSS)
     for value, expected_value in zip(result[1], expected[1], strict=True):
-        np.testing.assert_allclose(value, expected_value, rtol=PARITY_LOSS, atol=1e-5)
+        np.testing.assert_allclose(value, expected_value, rtol=PARITY_LOSS, atol=1e-6)
 
 
 @pytest.mark.parametrize(
