@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -28,7 +28,6 @@ from dtransformer.trainers.compile_options import (
     resolve_losses,
     resolve_metrics,
     resolve_optimizer,
-    scale_loss,
 )
 from dtransformer.trainers.data import prepare_data
 from dtransformer.trainers.epoch_loop import chief_verbosity, evaluate
@@ -81,15 +80,14 @@ class Trainer(keras.Model):
         self.objective = None
         self._num_fits = 0
         self._files = NetworkFiles(network)
-        self._set_options()
+        self._use_options(CompileOptions())
 
-    def _set_options(self, **options):
+    def _use_options(self, options):
         """Create the collaborators that depend on the arguments of `compile`.
 
         Args:
-            **options: As `CompileOptions`.
+            options: `CompileOptions`.
         """
-        options = CompileOptions(**options)
         self._program = Program(self, self.network, self._parallel_config, options)
         self._checkpoints = Checkpoints(self._program)
         self._reports = Reports(self.network, options.optimizer, self._program)
@@ -104,8 +102,7 @@ class Trainer(keras.Model):
         return self._program.call(inputs, training)
 
     def build(self, input_shape: tuple | None = None) -> None:
-        if not self.network.built:
-            self.network.build(input_shape)
+        self._program.build_network(input_shape)
         self.built = True
 
     def compile(
@@ -159,7 +156,7 @@ class Trainer(keras.Model):
         metrics, weighted_metrics = resolve_metrics(self.network, metrics, weighted_metrics)
         self.objective = resolve_losses(self.network, loss, loss_weights)
         super().compile(
-            optimizer=resolve_optimizer(self.network, optimizer),
+            optimizer=resolve_optimizer(self.network, optimizer, auto_scale_loss),
             metrics=compile_checks.add_metric_checks(metrics),
             weighted_metrics=compile_checks.add_metric_checks(weighted_metrics),
             run_eagerly=run_eagerly,
@@ -167,11 +164,9 @@ class Trainer(keras.Model):
             jit_compile=False,  # XLA cannot compile Horovod's operations.
             auto_scale_loss=False,
         )
-        if auto_scale_loss:
-            self.optimizer = scale_loss(self.network, self.optimizer)
         compiler = StepCompiler(jit_compile, run_eagerly)
         compile_checks.check_compile_options(self.objective, self.optimizer, compiler)
-        self._set_options(
+        options = CompileOptions(
             objective=self.objective,
             optimizer=self.optimizer,
             compiled_metrics=self._compile_metrics,
@@ -180,6 +175,7 @@ class Trainer(keras.Model):
             steps_per_execution=steps_per_execution,
             guard=guard,
         )
+        self._use_options(options)
 
     def _check_compiled(self, method):
         if not self.compiled:
@@ -293,7 +289,7 @@ class Trainer(keras.Model):
             logs = evaluate(
                 self, runner, data, y, sample_weight, batch_size, steps, callbacks, verbose
             )
-            return logs if return_dict else self._as_list(logs)
+            return logs if return_dict else self._program.as_list(logs)
 
     def predict(
         self,
@@ -347,7 +343,7 @@ class Trainer(keras.Model):
             self._checkpoints.track(None)
             self.reset_metrics()
             logs = runner.train_batch((x, y, sample_weight), RowSharding.from_data(x, shard))
-            return logs if return_dict else self._as_list(logs)
+            return logs if return_dict else self._program.as_list(logs)
 
     def test_on_batch(
         self,
@@ -363,7 +359,7 @@ class Trainer(keras.Model):
             runner = self._build_steps("test_on_batch", (x,))
             self.reset_metrics()
             logs = runner.test_batch((x, y, sample_weight), RowSharding.from_data(x, shard))
-            return logs if return_dict else self._as_list(logs)
+            return logs if return_dict else self._program.as_list(logs)
 
     def predict_on_batch(self, x: Any, shard: bool | None = None) -> Any:
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`. `shard` is as in `fit`."""
@@ -372,11 +368,6 @@ class Trainer(keras.Model):
             sharding = RowSharding.from_data(x, shard)
             self.predict_function = self._program.predictor((x,), sharding)
             return super().predict_on_batch(x)
-
-    def _as_list(self, logs):
-        """Return the logs of metrics as a list in Keras' order, or the loss alone."""
-        results = [logs[name] for name in self._program.log_names() if name in logs]
-        return results if len(results) > 1 else results[0]
 
     @property
     def output_names(self) -> list | None:
@@ -389,8 +380,7 @@ class Trainer(keras.Model):
         return self._program.shown_metrics()
 
     def reset_metrics(self) -> None:
-        for metric in self._program.saved_metrics():
-            metric.reset_state()
+        self._program.reset_metrics()
 
     @property
     def num_steps(self) -> int:
@@ -407,8 +397,7 @@ class Trainer(keras.Model):
         """The `ShardedOptimizer`, or `None` before it is built."""
         return self._program.optimizer_step
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Swap the weights with their moving averages in the `with` block; all ranks call.
 
         Without an optimizer with `use_ema` nothing changes. Do not train or save checkpoints in
@@ -424,9 +413,7 @@ class Trainer(keras.Model):
         >>> with trainer.averaged_weights():
         ...     logs = trainer.evaluate(x, x[:, :1], verbose=0, return_dict=True)
         """
-        step = self.optimizer_step
-        with contextlib.nullcontext() if step is None else step.averaged_weights():
-            yield
+        return self._program.averaged_weights()
 
     # Checkpoints and files.
 
@@ -592,9 +579,8 @@ class Trainer(keras.Model):
 
         All ranks call, rank 0 writes the full network.
         """
-        first = self._program.first_batch
         options = {"format": format, "verbose": verbose, **kwargs}
-        self._files.export(self, first, filepath, input_signature, **options)
+        self._files.export(self, self._program.first_batch, filepath, input_signature, **options)
 
     def get_compile_config(self) -> dict:
         """Return an empty dict: a loaded trainer must be compiled again."""
