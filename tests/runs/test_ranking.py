@@ -12,6 +12,7 @@ from dtransformer.runs.config import load_config
 from dtransformer.runs.run import make_trainer
 from dtransformer.runs.tasks import load_run, make_task
 from dtransformer.runs.tasks.ranking import RankingLoss
+from dtransformer.runs.unread import check_read
 from tests.runs.small_records import write, write_config
 
 
@@ -110,7 +111,7 @@ def test_unused_options_raise_an_error(place):
     path = write_config("ranking", place)
     for setting in ("data.labels=[a,b]", "training.temperature=1"):
         with pytest.raises(InputError, match=setting.partition("=")[0]):
-            make_task(load_config(path, [setting])).read()
+            check_read(load_config(path, [setting]))
 
 
 def test_labeled_documents_are_ranked_by_query(place):

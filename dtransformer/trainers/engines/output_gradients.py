@@ -19,8 +19,6 @@ import tensorflow as tf
 from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from dtransformer.trainers.engines.accumulation import accumulate_gradients
 
-_SEED_DTYPE = "uint32"  # Only seeds of Keras' random layers have this dtype.
-
 
 def compute_outputs_first(step, engine, num_micro_batches, reduce, compiler):
     """Return a forward–backward function that computes the outputs of all rows first.
@@ -43,14 +41,16 @@ def compute_outputs_first(step, engine, num_micro_batches, reduce, compiler):
     second_pass = accumulate_gradients(
         engine.forward_backward, num_micro_batches, reduce, labels_on_host=False
     )
-    seeds = [v for v in step.network.non_trainable_variables if v.dtype == _SEED_DTYPE]
+    weights = {id(weight) for weight in step.network.weights}
+    states = [v for v in step.network.variables if id(v) not in weights]
 
     def forward_backward(inputs, labels, sample_weight, scalars):
-        shards = get_local_shards(seeds)
-        states = [tf.identity(shard.value) for shard in shards]
+        shards = get_local_shards(states)
+        values = [tf.identity(shard.value) for shard in shards]
         _, outputs, _ = first_pass(inputs, None, None, scalars)
-        for shard, state in zip(shards, states):
-            shard.assign(state)  # Keras' layers repeat their masks in the second pass.
+        # The second pass repeats the random numbers of Keras' layers and the metrics' updates.
+        for shard, value in zip(shards, values):
+            shard.assign(value)
         gradients, loss_sums = output_gradients(outputs, labels, sample_weight, scalars.counts)
         weight_gradients, metric_outputs, sums = second_pass(inputs, gradients, None, scalars)
         return weight_gradients, metric_outputs, sums | loss_sums
