@@ -87,8 +87,12 @@ def retrieval(vectors: np.ndarray, ids: np.ndarray) -> dict[str, float]:
         is_relevant[np.searchsorted(text_ids, ids[rows, 1])] = True
         similarities = texts @ vectors[place, 0]
         ranks.append(relevant_ranks(similarities[is_text], is_relevant[is_text]))
-    recalls = {f"recall@{k}": float(np.mean([np.mean(x <= k) for x in ranks])) for k in (1, 5, 10)}
+    recalls = {f"recall@{k}": _recall(ranks, k) for k in (1, 5, 10)}
     return {**recalls, **ranking(ranks)}
+
+
+def _recall(ranks, k):
+    return float(np.mean([np.mean(x <= k) for x in ranks]))
 
 
 def relevant_ranks(scores: np.ndarray, is_relevant: np.ndarray) -> np.ndarray:

@@ -38,8 +38,8 @@ def check_compile_options(objective, optimizer, compiler):
     has_micro_batches = get_parallel_config().micro_batch_num > 1
     if job.placement().num_chunks > 1 and has_micro_batches and objective.compares_rows:
         raise ValueError(
-            "The loss compares all rows of a batch, but each micro-batch of a pipeline computes its "
-            "own loss. Set `micro_batch_num=1`, or `pipeline_stage=1`."
+            "The loss compares all rows of a batch, but a pipeline computes a separate loss for "
+            "each micro-batch. Set `micro_batch_num=1`, or `pipeline_stage=1`."
         )
     if job.mesh() is not None:
         check_elementwise(optimizer)

@@ -65,11 +65,9 @@ class Ranking(LabelTask):
     def encode_inputs(self, records):
         groups = [self.texts(record, place) for place, record in records]
         pairs = [(query, document) for query, *documents in groups for document in documents]
-        encodings = iter(self.tokenizer.encode_with_offsets(*map(list, zip(*pairs))))
-        return [
-            [(x.ids, x.types) for x in itertools.islice(encodings, len(documents))]
-            for _, *documents in groups
-        ]
+        encodings = self.tokenizer.encode_with_offsets(*map(list, zip(*pairs)))
+        sequences = iter([(x.ids, x.types) for x in encodings])
+        return [list(itertools.islice(sequences, len(group) - 1)) for group in groups]
 
     def encode(self, records):
         labels = [self._labels(record, place) for place, record in records]
@@ -99,7 +97,7 @@ class Ranking(LabelTask):
 
     def build_row(self, records, indices, length) -> tuple:
         rows = [self.row(records, indices, length, i) for i in range(records.num_sequences)]
-        inputs = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        inputs = tf.nest.map_structure(lambda *arrays: np.stack(arrays), *rows)
         return inputs, get_targets(records, indices), np.float32(len(indices) > 0)
 
     def prediction(self, record, row, output):

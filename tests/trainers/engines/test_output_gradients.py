@@ -5,13 +5,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer import parallel_config
+from dtransformer import TransformerOpParallelConfig, parallel_config
 from dtransformer.layers import Dropout
+from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.runs.tasks.embedding import InBatchLoss
 from dtransformer.trainers import Trainer
+from dtransformer.trainers.compile_checks import check_compile_options
 from dtransformer.trainers.engines.accumulation import micro_batch_seed
 from dtransformer.trainers.engines.base import training_forward
+from dtransformer.trainers.objective import Objective
+from dtransformer.trainers.step_compiler import StepCompiler
 from harness.measure import passing_bytes
 from harness.tolerances import PARITY_LOSS
 from tests.on_mesh import on_mesh, start
@@ -178,12 +182,12 @@ def test_micro_batches_reduce_peak_memory():
     assert peak_of_a_step(8) < 0.25 * peak_of_a_step(1)
 
 
-@on_mesh
-def test_pipelines_with_micro_batches_raise_an_error():
-    start(model_parallel=1, pipeline_chunks=2, pipeline_schedule="interleaved", micro_batch_num=2)
-    trainer = Trainer(make_network())
-    with pytest.raises(ValueError, match="each micro-batch of a pipeline computes its own loss"):
-        trainer.compile(keras.optimizers.SGD(), InBatchLoss())
+def test_pipelines_with_micro_batches_raise_an_error(monkeypatch):
+    placement = TransformerOpParallelConfig(pipeline_stage=2).placement
+    monkeypatch.setattr(job, "placement", lambda: placement)
+    with parallel_config(micro_batch_num=2):
+        with pytest.raises(ValueError, match="a separate loss for each micro-batch"):
+            check_compile_options(Objective(InBatchLoss()), keras.optimizers.SGD(), StepCompiler())
 
 
 def test_masks_of_outputs_raise_an_error():
