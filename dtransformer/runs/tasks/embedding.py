@@ -113,7 +113,7 @@ class Embedding(LabelTask):
         return texts + get_negatives(record, place)
 
     def read(self, part: str | None = None) -> None:
-        has_stages = job.placement().num_chunks > 1
+        has_stages = self.config.parallel.placement.num_chunks > 1
         if (has_stages and self.config.parallel.micro_batch_num > 1) or job.has_mesh_replicas():
             raise InputError(
                 "Task embedding compares each query with all texts of a batch. Set pipeline_stage=1 "
