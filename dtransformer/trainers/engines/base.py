@@ -107,7 +107,7 @@ class ForwardStep:
 
         This holds for a loss that compares rows, see `output_gradients.py`.
         """
-        return get_parallel_config().micro_batch_num > 1 and self.objective.compares_rows
+        return self.objective.compares_rows and get_parallel_config().micro_batch_num > 1
 
     def counts(self, inputs, labels, sample_weight):
         """Return the counts of the global batch from the local rows, see `Objective.counts`."""
