@@ -137,6 +137,16 @@ def test_labeled_documents_are_ranked_by_query(place):
     assert result["ndcg@10"] == pytest.approx(np.mean([1 / np.log2(1 + rank) for rank in ranks]))
 
 
+def test_predictions_of_lists_have_a_score_for_each_document(place, capsys):
+    path = write_config("ranking", place)
+    assert main(["train", "--config", str(path), "--set", "training.max_steps=1"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "--run", "runs/ranking", "--data", "lists.jsonl"]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [len(line) for line in lines] == [4, 4, 4, 4, 4, 3, 2, 2]
+    assert all(0 < float(score) < 1 for line in lines for score in line)
+
+
 def test_training_on_labels_learns_and_predicts_probabilities(place, capsys):
     path = write_config("ranking", place)
     files = ["data.train=documents.jsonl", "data.dev=documents.jsonl"]

@@ -101,8 +101,9 @@ class Ranking(LabelTask):
         return inputs, get_targets(records, indices), np.float32(len(indices) > 0)
 
     def prediction(self, record, row, output):
-        scores = np.exp(-np.logaddexp(0.0, -np.float64(output[: len(row)])))
-        return {"score": scores[0].item()} if len(row) == 1 else {"scores": scores.tolist()}
+        scores = np.exp(-np.logaddexp(0.0, -np.float64(output[: len(row)]))).tolist()
+        names = ["score"] if len(row) == 1 else [f"score_{i + 1}" for i in range(len(row))]
+        return dict(zip(names, scores))
 
     def loss(self) -> RankingLoss:
         return RankingLoss()
