@@ -43,6 +43,7 @@ TASKS = {
     "reward": (PAIRS, "llama"),
     "classification": ({"train": "labels.jsonl", "length": 32}, "bert"),
     "embedding": ({"train": "queries.jsonl", "length": 16}, "bert"),
+    "ranking": ({"train": "lists.jsonl", "length": 32}, "bert"),
     "seq2seq": ({"train": "sequences.jsonl", "length": 16}, "t5"),
     "translation": (
         {"source": "source.txt", "target": "target.txt", "max_length": 16, "batch_size": 4}

@@ -90,6 +90,7 @@ SMALL = {
     "words": ("words", "bert"),
     "numbers": ("numbers", "bert"),
     "queries": ("queries", "bert"),
+    "documents": ("documents", "bert"),
 }
 RECORD_CONFIGS = sorted([*EXAMPLES.glob("chat/*.yaml"), *EXAMPLES.glob("labels/*.yaml")])
 SETTINGS = ["training.batch_size=4", "training.epochs=1", "training.precision=float32"]

@@ -1,6 +1,7 @@
 """Batches of encoded records, packed or one record per row."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,12 +16,14 @@ _WINDOW = 4096  # Number of consecutive records of a mixture that are packed tog
 
 
 class EncodedRecords:
-    """Tokenized records in memory. All records have the same number of sequences, one or two.
+    """Tokenized records in memory.
 
     Args:
         rows: List with one entry for each record: the list of its sequences. A sequence is a tuple
-            of two int arrays of equal length, ids and labels.
-        targets: List with a list of floats for each record, or `None`.
+            of two int arrays of equal length, ids and labels. Empty sequences are appended to
+            records with fewer sequences than others.
+        targets: List with a list of floats for each record, or `None`. Shorter lists are filled up
+            with -1.
         pad_id: Integer. Id of padding. Defaults to 0.
 
     Attributes:
@@ -34,8 +37,10 @@ class EncodedRecords:
     def __init__(
         self, rows: Sequence[Sequence[tuple]], targets: Sequence | None = None, pad_id: int = 0
     ):
-        self.num_sequences = len(rows[0]) if rows else 1
-        flat = [sequence for record in rows for sequence in record]
+        self.num_sequences = max(map(len, rows), default=1)
+        flat = []
+        for record in rows:
+            flat += [*record, *[((), ())] * (self.num_sequences - len(record))]
         lengths = [len(ids) for ids, _ in flat]
         self._starts = np.cumsum([0, *lengths])
 
@@ -46,7 +51,10 @@ class EncodedRecords:
         self._ids = join(ids for ids, _ in flat)
         self._labels = join(labels for _, labels in flat)
         self.lengths = np.array(lengths, np.int64).reshape(-1, self.num_sequences)
-        self.targets = None if targets is None else np.array(targets, np.float32)
+        self.targets = None
+        if targets is not None:
+            columns = list(itertools.zip_longest(*targets, fillvalue=-1.0))
+            self.targets = np.ascontiguousarray(np.transpose(columns), np.float32)
         self.pad_id = pad_id
         self.special_ids = {"pad": pad_id}
         digest = hashlib.sha256()

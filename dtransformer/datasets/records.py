@@ -7,6 +7,8 @@ A record is a dict of one of these kinds:
 - `prompt` and `completion`: a text and its continuation, or messages.
 - `chosen` and `rejected`: two answers, with an optional `prompt`.
 - `prompt`, `completion` and `label`: an answer that is desirable (true) or not (false).
+- `query`, `positive` and optional negative texts, or `query`, `document` and `label`: texts to
+  retrieve.
 
 ShareGPT's `conversations` and Alpaca's `instruction`, `input` and `output` are converted to
 `messages`.
@@ -167,6 +169,21 @@ def get_text(record: Mapping, key: str, place: str) -> str:
         raise InputError(f"{place}: `{key}` {problem}. Add it or set its name in `data.fields`.")
     check_whole(value, f"{place}, {key}")
     return value
+
+
+def get_negatives(record: Mapping, place: str) -> list[str]:
+    """Return the negative texts of a record: `negative`, then the list `negatives`.
+
+    Both fields are optional.
+
+    Raises:
+        InputError: If a value has another type. The message names the place.
+    """
+    listed = record.get("negatives") or []
+    if not isinstance(listed, list):
+        raise InputError(f"{place}: `negatives` must be a list of texts, got {short_repr(listed)}.")
+    single = [] if record.get("negative") is None else [get_text(record, "negative", place)]
+    return single + [get_text({"negatives": text}, "negatives", place) for text in listed]
 
 
 def get_number(record: Mapping, key: str, place: str) -> float:

@@ -346,7 +346,7 @@ SECTIONS = {
     "preference": {"data": ChatData, **_TOKENIZED, "training": PreferenceTraining},
     "kto": {"data": ChatData, **_TOKENIZED, "training": KTOTraining},
     "reward": {"data": ChatData, **_TOKENIZED, "training": RewardTraining},
-    **dict.fromkeys(("classification", "token_classification", "regression"), _LABELS),
+    **dict.fromkeys(("classification", "token_classification", "regression", "ranking"), _LABELS),
     "embedding": {"data": LabelData, **_TOKENIZED, "training": EmbeddingTraining},
     "seq2seq": {"data": Seq2SeqData, **_TOKENIZED},
 }

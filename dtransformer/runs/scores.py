@@ -8,7 +8,7 @@ or whitespace-separated words of the text of these tokens (Gao et al., 2020, "Th
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -54,29 +54,94 @@ def entities(labels: Iterable[str]) -> set[tuple[int, int, str]]:
     return spans
 
 
-def retrieval(queries: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> dict[str, float]:
-    """Return the recall at 1, 5 and 10 and the mean reciprocal rank (MRR) of pairs.
+def retrieval(vectors: np.ndarray, ids: np.ndarray) -> dict[str, float]:
+    """Return the recall at 1, 5 and 10 and the scores of `ranking` for queries and their texts.
 
-    Each query is compared with all distinct texts by cosine similarity. The rank of its text is the
-    number of texts with at least the same similarity.
+    Each distinct query is compared by cosine similarity with all distinct texts of the records. The
+    positive texts of equal queries are relevant to these queries. Recall is the fraction of a
+    query's relevant texts that have a rank of at most k.
 
     Args:
-        queries: Float array [n, h].
-        texts: Float array [n, h]. Row i is the text of query i.
-        ids: Int array [n]. Equal texts have the same id, counted from 0.
+        vectors: Float array [n, k, h]. Vectors of each record's query, its positive text, and its
+            k - 2 negative texts.
+        ids: Int array [n, k]. Ids of these texts. Equal texts have equal ids, and missing texts have
+            the id 0.
 
     Example:
 
-    >>> found = retrieval(np.eye(2), np.array([[1.0, 0.1], [1.0, 0.0]]), np.array([0, 1]))
-    >>> found["recall@1"], found["recall@5"], found["mrr"]
+    >>> vectors = np.array([[[1.0, 0.0], [1.0, 0.1]], [[0.0, 1.0], [1.0, 0.0]]])
+    >>> scores = retrieval(vectors, np.array([[1, 2], [3, 4]]))
+    >>> scores["recall@1"], scores["recall@5"], scores["mrr"]
     (0.0, 1.0, 0.5)
     """
-    texts = texts[np.unique(ids, return_index=True)[1]]
+    text_ids, places = np.unique(ids[:, 1:], return_index=True)
+    texts = vectors[:, 1:].reshape(-1, vectors.shape[-1])[places]
     texts = texts / np.maximum(np.linalg.norm(texts, axis=1, keepdims=True), 1e-12)
-    scores = (texts @ query for query in queries)
-    ranks = np.array([np.sum(x >= x[target]) for x, target in zip(scores, ids)])
-    recalls = {f"recall@{k}": float(np.mean(ranks <= k)) for k in (1, 5, 10)}
-    return {**recalls, "mrr": float(np.mean(1 / ranks))}
+    is_text = text_ids > 0
+    query_ids, places = np.unique(ids[:, 0], return_index=True)
+    order = np.argsort(ids[:, 0], kind="stable")
+    bounds = np.searchsorted(ids[order, 0], query_ids[1:])
+    ranks = []
+    for place, rows in zip(places, np.split(order, bounds)):
+        is_relevant = np.zeros(len(texts), bool)
+        is_relevant[np.searchsorted(text_ids, ids[rows, 1])] = True
+        similarities = texts @ vectors[place, 0]
+        ranks.append(relevant_ranks(similarities[is_text], is_relevant[is_text]))
+    recalls = {f"recall@{k}": _recall(ranks, k) for k in (1, 5, 10)}
+    return {**recalls, **ranking(ranks)}
+
+
+def _recall(ranks, k):
+    return float(np.mean([np.mean(x <= k) for x in ranks]))
+
+
+def relevant_ranks(scores: np.ndarray, is_relevant: np.ndarray) -> np.ndarray:
+    """Return the ranks of a query's relevant texts in ascending order, counted from 1.
+
+    Other texts with the same score as a relevant text rank before it.
+
+    Args:
+        scores: Float array [n]. Scores of the texts.
+        is_relevant: Bool array [n]. At least one text is relevant.
+
+    Example:
+
+    >>> relevant_ranks(np.array([0.9, 0.5, 0.5, 0.1]), np.array([True, True, False, False]))
+    array([1, 3])
+    """
+    relevant = -np.sort(-scores[is_relevant])
+    others = scores[~is_relevant]
+    num_before = np.array([np.sum(others >= score) for score in relevant])
+    return num_before + np.arange(1, len(relevant) + 1)
+
+
+def ranking(ranks: Sequence[np.ndarray], k: int = 10) -> dict[str, float]:
+    """Return the mean reciprocal rank (MRR), the MRR at k, and nDCG at k, averaged over queries.
+
+    The reciprocal rank of a query is 1 / rank of its first relevant text. At k it is 0 if this rank
+    exceeds k. nDCG is Σ 1 / log₂(1 + rank) over relevant texts of rank k or less, divided by the
+    largest possible sum (Järvelin & Kekäläinen, 2002).
+
+    Args:
+        ranks: Sequence with an int array for each query, see `relevant_ranks`.
+        k: Integer. Defaults to `10`.
+
+    Example:
+
+    >>> {name: round(x, 3) for name, x in ranking([np.array([1]), np.array([3])]).items()}
+    {'mrr': 0.667, 'mrr@10': 0.667, 'ndcg@10': 0.75}
+    """
+
+    def gain(values):
+        return np.sum(1 / np.log2(1 + values[values <= k]))
+
+    first = np.array([x[0] for x in ranks])
+    gains = [gain(x) / gain(np.arange(1, len(x) + 1)) for x in ranks]
+    return {
+        "mrr": float(np.mean(1 / first)),
+        f"mrr@{k}": float(np.mean(np.where(first <= k, 1 / first, 0.0))),
+        f"ndcg@{k}": float(np.mean(gains)),
+    }
 
 
 def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:

@@ -12,7 +12,7 @@ _GENERATE = ("causal_lm", "chat")
 _DOCUMENTS = ("causal_lm", "masked_lm", "next_sentence", "span_corruption")
 _TOKENS = (*_DOCUMENTS, "chat", "seq2seq")
 _CLASSES = ("classification", "token_classification")
-_NEW_HEADS = (*_CLASSES, "regression", "reward")
+_NEW_HEADS = (*_CLASSES, "regression", "ranking", "reward")
 # Keys that only some tasks read, with the names of these tasks.
 TASKS_BY_KEY = {
     "training.bleu_sentences": ("translation",),
@@ -29,8 +29,8 @@ TASKS_BY_KEY = {
     "data.train_on": ("chat",),
     "data.packed": ("chat", "seq2seq"),
     "data.labels": _CLASSES,
-    "data.pooling": ("classification", "regression", "embedding"),
-    "data.mixture": ("chat", "preference", "kto", "reward", *_CLASSES, "regression", "embedding"),
+    "data.pooling": ("classification", "regression", "ranking", "embedding"),
+    "data.mixture": ("chat", "preference", "kto", *_NEW_HEADS, "embedding"),
 }
 _SOURCE_KEYS = {"weight": (*_DOCUMENTS, *TASKS_BY_KEY["data.mixture"]), "target": ("seq2seq",)}
 BASE_TASKS: dict[

@@ -35,6 +35,12 @@ def check_compile_options(objective, optimizer, compiler):
             "A pipeline must know the token weights of a loss before the forward pass, but the "
             "loss has no method token_weights(labels, mask). Define it, or set `pipeline_stage=1`."
         )
+    has_micro_batches = get_parallel_config().micro_batch_num > 1
+    if job.placement().num_chunks > 1 and has_micro_batches and objective.compares_rows:
+        raise ValueError(
+            "The loss compares all rows of a batch, but a pipeline computes a separate loss for "
+            "each micro-batch. Set `micro_batch_num=1`, or `pipeline_stage=1`."
+        )
     if job.mesh() is not None:
         check_elementwise(optimizer)
     if compiler.in_parts and (compiler.run_eagerly or compiler.jit_forward):

@@ -59,6 +59,15 @@ class Objective:
         return self.is_token_loss or is_marked
 
     @property
+    def compares_rows(self) -> bool:
+        """True if the loss of a row depends on other rows of the global batch.
+
+        Losses with the attribute `compares_rows` have this property. Micro-batches then first
+        compute the outputs of all rows.
+        """
+        return any(getattr(loss, "compares_rows", False) for loss in self.losses)
+
+    @property
     def has_known_normalizers(self) -> bool:
         """True if all loss normalizers are known before the forward pass."""
         return all(

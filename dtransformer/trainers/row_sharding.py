@@ -75,18 +75,24 @@ class RowSharding:
         return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def take_shard(batch: object, i: int | tf.Tensor, num_shards: int) -> object:
-    """Return the `i`-th of `num_shards` contiguous shards of nested tensors [b, ...].
+def take_shard(batch: object, i: int | tf.Tensor, num_shards: int, on_host: bool = True) -> object:
+    """Return a contiguous shard of nested tensors [b, ...].
 
-    Shards differ by at most one row. `None` stays `None`. Batches are in host memory, so that a
-    GPU receives only its rows.
+    Shards differ by at most one row. `None` stays `None`.
+
+    Args:
+        batch: Nested tensors [b, ...].
+        i: Integer or scalar tensor. Index of the shard.
+        num_shards: Integer. Number of shards.
+        on_host: Boolean. Whether the tensors are in host memory, as batches are, so that a GPU
+            receives only its rows. Defaults to `True`.
     """
 
     def take(x):
         if x is None:
             return None
         rows = count_rows(x)
-        with tf.device("CPU:0"):
+        with tf.device("CPU:0" if on_host else None):
             return x[rows * i // num_shards : rows * (i + 1) // num_shards]
 
     return keras.tree.map_structure(take, batch)

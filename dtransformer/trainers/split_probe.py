@@ -240,9 +240,11 @@ def _is_near(x, y):
 
 
 def _is_custom_loss(loss):
-    """Return whether a loss is custom, so that it may not be a mean over rows."""
+    """Return whether a loss may not be a mean over rows and was not declared as such."""
     loss = getattr(loss, "fn", loss)
     if loss is None or isinstance(loss, str) or hasattr(loss, "per_token"):
+        return False
+    if getattr(loss, "compares_rows", False):
         return False
     source = loss if inspect.isfunction(loss) else type(loss)
     return not source.__module__.startswith("keras.")

@@ -12,6 +12,7 @@ from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_table
 from dtransformer.trainers.engines.accumulation import accumulate_gradients
 from dtransformer.trainers.engines.base import StepScalars
+from dtransformer.trainers.engines.output_gradients import compute_outputs_first
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
 from dtransformer.trainers.optimizer.gradient_norms import LAYER_NORM
 from dtransformer.trainers.optimizer.reduce import reduce_sum
@@ -49,9 +50,11 @@ class Step:
             reduce_weights = None if reduce is None else reduce.reduce_weights
             self._forward_backward = partial(engine.forward_backward, reduce=reduce_weights)
         elif self._num_micro_batches > 1:
-            self._forward_backward = accumulate_gradients(
-                engine.forward_backward, self._num_micro_batches, reduce
-            )
+            shared = self._num_micro_batches, reduce
+            if forward.repeats_forward:
+                self._forward_backward = compute_outputs_first(forward, engine, *shared, compiler)
+            else:
+                self._forward_backward = accumulate_gradients(engine.forward_backward, *shared)
         self._fingerprints = compiler.compile_part(fingerprint_table)
         self._reduce = compiler.compile_part(self._reduce_and_clip)
         self._apply = compiler.compile_part(optimizer_step.apply)

@@ -64,6 +64,15 @@ def records():
             {"tokens": x.split(), "labels": [w in NUMBERS for w in x.split()]} for x in texts
         ],
         "queries": [{"query": q, "positive": a} for q, a in pairs],
+        "documents": [
+            {"query": f"{a}?", "document": b, "label": int(a == b)}
+            for a in NUMBERS
+            for b in NUMBERS[:4]
+        ],
+        "lists": [
+            {"query": f"{a}?", "positive": a, "negatives": NUMBERS[i + 1 : i + 4] or ["zero"]}
+            for i, a in enumerate(NUMBERS)
+        ],
         "sequences": [{"prompt": q, "completion": a} for q, a in pairs * 4],
     }
 
@@ -163,6 +172,13 @@ CONFIGS = {
         "tokenizer": {"folder": "llama"},
         "model": SIZES,
         "training": TRAINING,
+    },
+    "ranking": {
+        "task": "ranking",
+        "data": {"train": "lists.jsonl", "dev": "lists.jsonl", "length": 24},
+        "tokenizer": {"folder": "llama"},
+        "model": SIZES,
+        "training": {**TRAINING, "epochs": 10},
     },
     "seq2seq": {
         "task": "seq2seq",

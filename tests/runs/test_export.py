@@ -56,6 +56,7 @@ def read_types(folder):
         ("labels", "classification", []),
         ("last", "classification", ["data.pooling=last"]),
         ("numbers", "regression", []),
+        ("ranks", "ranking", []),
     ],
 )
 def test_exported_classifier_accepts_batches_in_transformers(name, task, settings, place):

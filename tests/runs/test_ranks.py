@@ -25,6 +25,7 @@ MIXTURE_LAYOUTS = {
     "context": ["parallel.context_parallel=2"],
     "pipeline": ["parallel.pipeline_stage=2", "parallel.micro_batch_num=2"],
 }
+SCORES = ("loss", "val_loss", "val_f1", "val_mrr", "val_ndcg@10", "val_spearman")
 LOSSES = ("sigmoid_norm", "simpo", "orpo")
 pytestmark = [needs_horovod, pytest.mark.long]
 
@@ -39,12 +40,12 @@ def command(place, name, run, ranks, settings):
     words += ["--set", "export.folder=null", *settings]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        words, capture_output=True, text=True, env=environment, cwd=place, timeout=240
+        words, capture_output=True, text=True, env=environment, cwd=place, timeout=300
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     lines = (place / run / "metrics.jsonl").read_text().splitlines()
     return [
-        [x[key] for key in ("loss", "val_loss", "val_f1", "val_mrr", "val_spearman") if key in x]
+        [x[key] for key in SCORES if key in x]
         for x in map(json.loads, lines)
         if x["kind"] == "epoch"
     ]
@@ -76,11 +77,16 @@ CASES = [
 ]
 
 
-def check_layouts(name, options, place, layouts):
-    """Compare the epochs' losses and scores of two ranks under each layout with one process."""
+def compare_layouts(name, options, place, layouts, rank_options=()):
+    """Compare the losses and scores of two ranks under each layout with one process.
+
+    `rank_options` are options that only the ranks use.
+    """
     expected = command(place, name, f"runs/{name}-1", 1, options)
     for layout, settings in layouts.items():
-        result = command(place, name, f"runs/{name}-{layout}", 2, [*options, *settings])
+        result = command(
+            place, name, f"runs/{name}-{layout}", 2, [*options, *rank_options, *settings]
+        )
         # Small losses are differences of large logits.
         tolerances = {"rtol": PARITY_LOSS, "atol": 1e-6}
         np.testing.assert_allclose(result, expected, **tolerances, err_msg=f"{name}, {layout}")
@@ -88,9 +94,14 @@ def check_layouts(name, options, place, layouts):
 
 @pytest.mark.parametrize("name, options", CASES)
 def test_losses_on_ranks_match_one_process(name, options, place):
-    check_layouts(name, options, place, LAYOUTS)
+    compare_layouts(name, options, place, LAYOUTS)
 
 
 def test_mixture_has_the_same_losses_in_context_and_pipeline_parallelism(place):
     options = [*MIXTURE, "model.num_layers=2"]
-    check_layouts("gpt", options, place, MIXTURE_LAYOUTS)
+    compare_layouts("gpt", options, place, MIXTURE_LAYOUTS)
+
+
+def test_contrastive_micro_batches_on_ranks_match_the_full_batch(place):
+    options = ["training.epochs=10"]
+    compare_layouts("embedding", options, place, LAYOUTS, ["parallel.micro_batch_num=2"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dtransformer.runs.scores import entities, macro_f1, retrieval
+from dtransformer.runs.scores import entities, macro_f1, ranking, relevant_ranks, retrieval
 
 TYPES = "PER", "LOC"
 NAMES = ["O", *(f"{prefix}-{kind}" for prefix in "BIES" for kind in TYPES)]
@@ -61,30 +61,68 @@ def test_macro_f1_is_the_mean_over_classes_that_occur(seed):
     assert macro_f1(labels, predicted) == pytest.approx(np.mean(scores))
 
 
+def ranked_lists(vectors, ids):
+    """Return for each distinct query the ids of all texts by decreasing cosine, and the relevant ids."""
+    texts = {}
+    relevant = {}
+    for row, row_ids in zip(vectors, ids):
+        relevant.setdefault(row_ids[0], (row[0], set()))[1].add(row_ids[1])
+        texts.update({i: x for i, x in zip(row_ids[1:], row[1:]) if i})
+    result = []
+    for query, positives in relevant.values():
+        cosines = {
+            i: query @ x / np.linalg.norm(query) / np.linalg.norm(x) for i, x in texts.items()
+        }
+        result.append((sorted(cosines, key=cosines.get, reverse=True), positives))
+    return result
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_retrieval_matches_sorted_similarities(seed):
+    """Records share queries and texts, and have up to three negative texts."""
     rng = np.random.default_rng(seed)
-    ids = rng.integers(0, 30, 50)
-    ids = np.unique(ids, return_inverse=True)[1]
-    texts = rng.normal(size=(30, 8))[ids] * 3  # equal texts have equal vectors
-    queries = texts + 4 * rng.normal(size=texts.shape)
-    ranks = []
-    for query, text_id in zip(queries, ids):
-        cosines = {}
-        for text, index in zip(texts, ids):
-            cosines[index] = query @ text / np.linalg.norm(query) / np.linalg.norm(text)
-        ranked = sorted(cosines, key=cosines.get, reverse=True)
-        ranks.append(ranked.index(text_id) + 1)
-    result = retrieval(queries, texts, ids)
-    for k in (1, 5, 10):
-        assert result[f"recall@{k}"] == pytest.approx(np.mean([rank <= k for rank in ranks]))
-    assert result["mrr"] == pytest.approx(np.mean([1 / rank for rank in ranks]))
-    assert 0 < result["recall@1"] < result["recall@10"]
+    text_vectors = rng.normal(size=(60, 8)) * 3
+    ids = rng.integers(1, 60, (50, 5))
+    ids[:, 3:] *= rng.random((50, 2)) < 0.5
+    ids[:, 0] = rng.integers(1, 30, 50)
+    vectors = text_vectors[ids]
+    noise = 4 * rng.normal(size=(60, 8))
+    vectors[:, 0] += noise[ids[:, 0]]
+    expected = {"recall@1": [], "recall@5": [], "recall@10": [], "mrr": [], "mrr@10": []}
+    expected["ndcg@10"] = []
+    for order, positives in ranked_lists(vectors, ids):
+        hits = [i in positives for i in order]
+        for k in (1, 5, 10):
+            expected[f"recall@{k}"].append(sum(hits[:k]) / len(positives))
+        first = hits.index(True) + 1
+        expected["mrr"].append(1 / first)
+        expected["mrr@10"].append(1 / first if first <= 10 else 0)
+        discounts = 1 / np.log2(np.arange(2, 12))
+        gain = sum(discount for discount, hit in zip(discounts, hits) if hit)
+        expected["ndcg@10"].append(gain / sum(discounts[: len(positives)]))
+    result = retrieval(vectors, ids)
+    assert result.keys() == expected.keys()
+    for name, values in expected.items():
+        assert result[name] == pytest.approx(np.mean(values)), name
+        assert 0 < result["ndcg@10"] < 1
+
+
+def test_texts_with_equal_scores_rank_before_the_relevant_text():
+    scores = np.array([0.5, 0.5, 0.5, 0.2])
+    assert relevant_ranks(scores, np.array([True, False, False, False])).tolist() == [3]
+    assert relevant_ranks(scores, np.array([True, True, False, True])).tolist() == [2, 3, 4]
+
+
+def test_ranks_above_ten_do_not_count():
+    result = ranking([np.array([11, 12]), np.array([2, 20])])
+    assert result["mrr@10"] == 0.25 and result["mrr"] == pytest.approx((1 / 11 + 1 / 2) / 2)
+    assert result["ndcg@10"] == pytest.approx(0.5 / np.log2(3) / (1 + 1 / np.log2(3)))
 
 
 def test_recall_of_collapsed_vectors_is_0():
     """A collapsed network has no recall, although no text is nearer than the right one."""
-    result = retrieval(np.ones((20, 4)), np.ones((20, 4)), np.arange(20))
-    assert result == {"recall@1": 0, "recall@5": 0, "recall@10": 0, "mrr": pytest.approx(1 / 20)}
-    zeros = retrieval(np.zeros((3, 4)), np.zeros((3, 4)), np.arange(3))
-    assert zeros["mrr"] == pytest.approx(1 / 3)
+    ids = np.arange(1, 41).reshape(20, 2)
+    result = retrieval(np.ones((20, 2, 4)), ids)
+    assert result.pop("mrr") == pytest.approx(1 / 20)
+    assert set(result.values()) == {0} and "ndcg@10" in result
+    assert retrieval(np.zeros((3, 2, 4)), ids[:3])["mrr"] == pytest.approx(1 / 3)

@@ -197,6 +197,8 @@ def test_remaining_tasks_train_and_evaluate(name, place, capsys):
         "regression": "spearman",
         "kto": "margin",
         "reward": "margin",
+        "embedding": "ndcg@10",
+        "ranking": "ndcg@10",
     }
     assert expected.get(name, "loss") in result
 

@@ -106,16 +106,17 @@ class LabelTask(RecordTask):
             )
         return core if keeps_head else with_task_head(core, head)
 
-    def row(self, records, indices, length) -> dict:
+    def row(self, records, indices, length, side=0) -> dict:
         """Return the inputs of a row of `length` tokens as a dict of int32 arrays [s].
 
-        The keys are "tokens" and "attention_mask". Encoders also get "token_types".
+        The keys are "tokens" and "attention_mask". Encoders also get "token_types". `side` is the
+        index of the sequence in its record.
         """
         tokens = np.full(length, records.pad_id, np.int32)
         mask = np.zeros(length, np.int32)
         types = np.zeros(length, np.int32)
         for index in indices:
-            ids, row_types = records.sequence(int(index))
+            ids, row_types = records.sequence(int(index), side)
             tokens[: len(ids)] = ids
             mask[: len(ids)] = 1
             types[: len(ids)] = np.maximum(row_types, 0)

@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.datasets.record_batches import group_row
-from dtransformer.datasets.records import get_text
+from dtransformer.datasets.records import get_negatives, get_text
 from dtransformer.datasets.skipped_records import warn_skipped
-from dtransformer.errors import InputError, short_repr
+from dtransformer.errors import InputError
 from dtransformer.layers.heads import PoolingHead
 from dtransformer.models import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
@@ -50,6 +50,7 @@ class InBatchLoss(keras.losses.Loss):
     """
 
     weights_epoch_means = True
+    compares_rows = True
 
     def __init__(self, temperature: float = 0.05, dimensions: Sequence[int] = ()):
         super().__init__("in_batch", "mean_with_sample_weight")
@@ -109,23 +110,14 @@ class Embedding(LabelTask):
 
     def texts(self, record, place) -> list[str]:
         texts = [get_text(record, name, place) for name in ("query", "positive")]
-        if record.get("negative") is not None:
-            texts.append(get_text(record, "negative", place))
-        return texts + self._listed_negatives(record, place)
-
-    def _listed_negatives(self, record, place):
-        negatives = record.get("negatives") or []
-        if not isinstance(negatives, list):
-            raise InputError(
-                f"{place}: `negatives` must be a list of texts, got {short_repr(negatives)}."
-            )
-        return [get_text({"negatives": text}, "negatives", place) for text in negatives]
+        return texts + get_negatives(record, place)
 
     def read(self, part: str | None = None) -> None:
-        if self.config.parallel.micro_batch_num > 1 or job.has_mesh_replicas():
+        has_stages = self.config.parallel.placement.num_chunks > 1
+        if (has_stages and self.config.parallel.micro_batch_num > 1) or job.has_mesh_replicas():
             raise InputError(
-                "Task embedding compares each query with all texts of a batch. Set "
-                "micro_batch_num=1, and do not combine data_parallel with model_parallel, "
+                "Task embedding compares each query with all texts of a batch. Set pipeline_stage=1 "
+                "or micro_batch_num=1, and do not combine data_parallel with model_parallel, "
                 "context_parallel or local_devices."
             )
         super().read(part)
@@ -133,29 +125,23 @@ class Embedding(LabelTask):
     def encode(self, records):
         groups = [self.texts(record, place) for place, record in records]
         sequences = iter(self.encode_whole(list(itertools.chain.from_iterable(groups))))
-        missing = ([], [])  # Records may have fewer negative texts than others.
-        rows = []
-        for group in groups:
-            row = list(itertools.islice(sequences, len(group)))
-            rows.append(row + [missing] * (self._num_texts - len(group)))
-        return rows, None
+        return [list(itertools.islice(sequences, len(group))) for group in groups], None
 
     def _encode_part(self, name, sources):
-        placed = itertools.chain.from_iterable(sources)
-        self._num_texts = max(len(self.texts(record, place)) for place, record in placed)
         records, sizes = super()._encode_part(name, sources)
+        num_texts = records.num_sequences
         texts = [
             records.sequence(i, side)[0].tobytes()
             for i in range(len(records))
-            for side in range(self._num_texts)
+            for side in range(num_texts)
         ]
         distinct, ids = np.unique(np.array(texts, object), return_inverse=True)
         has_text = (records.lengths > 0).ravel()
-        records.targets = np.float32(np.where(has_text, ids + 1, 0).reshape(-1, self._num_texts))
-        num_texts = int(has_text.sum())
+        records.targets = np.float32(np.where(has_text, ids + 1, 0).reshape(-1, num_texts))
+        total = int(has_text.sum())
         num_distinct = len(distinct) - (not has_text.all())
         message = "texts repeat another text: in a batch, equal texts are not negatives"
-        warn_skipped(f"Records ({name})", num_texts - num_distinct, num_texts, message)
+        warn_skipped(f"Records ({name})", total - num_distinct, total, message)
         return records, sizes
 
     def encode_inputs(self, records):
@@ -168,11 +154,10 @@ class Embedding(LabelTask):
 
     def score_dev(self, trainer) -> dict[str, float]:
         vectors = self.predictions(trainer, "dev")
-        ids = np.unique(self.records["dev"].targets[:, 1], return_inverse=True)[1]
-        scores = retrieval(vectors[:, 0], vectors[:, 1], ids)
+        ids = self.records["dev"].targets.astype(int)
+        scores = retrieval(vectors, ids)
         for size in self.config.training.matryoshka:
-            part = retrieval(vectors[:, 0, :size], vectors[:, 1, :size], ids)
-            scores[f"mrr_{size}"] = part["mrr"]
+            scores[f"mrr_{size}"] = retrieval(vectors[..., :size], ids)["mrr"]
         return scores
 
     def build_row(self, *args) -> tuple:

@@ -11,7 +11,7 @@ from dtransformer.trainers.row_sharding import concat_rows, take_shard
 _NOT_INLINED = {"_noinline": True}
 
 
-def accumulate_gradients(forward_backward, num_micro_batches, reduce):
+def accumulate_gradients(forward_backward, num_micro_batches, reduce, labels_on_host=True):
     """Return a forward–backward function that divides each batch into micro-batches.
 
     Args:
@@ -20,6 +20,7 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
             fewer rows, some micro-batches are empty.
         reduce: Function that is applied to the gradients of each micro-batch before they are added,
             or `None`.
+        labels_on_host: Whether labels are in host memory, like the rest of the batch.
 
     Returns:
         A function with the same arguments and results. Gradients and sums are added over the
@@ -31,8 +32,12 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
 
         def micro_batch(i):
             seed = micro_batch_seed(scalars.seed, i, num_micro_batches)
+            shard = i, num_micro_batches
             gradients, outputs, sums = forward_backward(
-                *take_shard(batch, i, num_micro_batches), scalars._replace(seed=seed)
+                take_shard(inputs, *shard),
+                take_shard(labels, *shard, on_host=labels_on_host),
+                take_shard(sample_weight, *shard),
+                scalars._replace(seed=seed),
             )
             if reduce is not None:
                 gradients = reduce(gradients)
@@ -44,7 +49,7 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
             compute = tf.function(
                 micro_batch, autograph=False, experimental_attributes=_NOT_INLINED
             )
-        dependencies = [x for x in tf.nest.flatten(batch) if x is not None]
+        dependencies = _tensors(batch)
         gradients = None
         sums = None
         all_outputs = []
@@ -62,10 +67,14 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce):
             gradients = new_gradients
             sums = new_sums
             all_outputs.append(outputs)
-            dependencies = gradients
+            dependencies = _tensors((gradients, outputs))
         return gradients, tf.nest.map_structure(concat_rows, *all_outputs), sums
 
     return accumulated
+
+
+def _tensors(nested):
+    return [x for x in tf.nest.flatten(nested) if x is not None]
 
 
 def micro_batch_seed(seed, i, num_micro_batches):

@@ -108,6 +108,14 @@ class ForwardStep:
     layout: StepLayout = dataclasses.field(default_factory=StepLayout.current)
     traced_bytes: dict = dataclasses.field(default_factory=dict)
 
+    @property
+    def repeats_forward(self) -> bool:
+        """True if a step needs the outputs of all micro-batches before their backward passes.
+
+        This holds for a loss that compares rows, see `output_gradients.py`.
+        """
+        return self.objective.compares_rows and get_parallel_config().micro_batch_num > 1
+
     def counts(self, inputs, labels, sample_weight):
         """Return the counts of the global batch from the local rows, see `Objective.counts`."""
         with tf.device("CPU:0"):  # The labels are on the CPU, so checking them there blocks no GPU.
@@ -189,6 +197,48 @@ class ForwardStep:
         gradients = with_zeros(weights, gradients, lambda i: _zeros(values[i]))
         return list(map(_dense, gradients, values)), self.metric_outputs(outputs), sums
 
+    def training_outputs(self, inputs, seed):
+        """Return the outputs of a training step without storing activations.
+
+        State changes are discarded.
+
+        Args:
+            inputs: Nested tensors [b, ...].
+            seed: Int64 tensor [2]. Seed of the dropout masks.
+
+        Raises:
+            ValueError: If the outputs have masks.
+        """
+        with trace.with_gradients(False), training_forward(seed):
+            outputs = self.outputs(inputs, training=True)
+        masks = tf.nest.flatten(_compat.get_keras_masks(outputs))
+        if any(mask is not None for mask in masks):
+            raise ValueError(
+                "The loss compares all rows of a batch, and the network's outputs have a mask, which "
+                "does not work with several micro-batches. Pass sample weights instead of the mask, "
+                "or set `micro_batch_num=1`."
+            )
+        return outputs
+
+    def output_gradients(self, outputs, labels, sample_weight, counts):
+        """Return the gradients of the loss with respect to the outputs.
+
+        Args:
+            outputs, labels, sample_weight: Nested tensors [b, ...] with all local rows, or `None`
+                for the last two.
+            counts: `counts` of the global batch.
+
+        Returns:
+            A `(gradients, sums)` tuple: nested float32 tensors in the shapes of the outputs, and
+            the result of `Objective.sums`.
+        """
+        values = tf.nest.map_structure(lambda x: tf.cast(x, "float32"), outputs)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(values)
+            is_full_batch = not self.layout.needs_reduce
+            sums = self.objective.sums(values, labels, sample_weight, counts, is_full_batch)
+        return tape.gradient(sums["loss"], values, unconnected_gradients="zero"), sums
+
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
         """Return `metric_outputs` and the local sums of a batch, in inference mode."""
         outputs, changes = self.outputs_and_states(inputs)
@@ -202,7 +252,9 @@ class ForwardStep:
     def sums(self, inputs, outputs, labels, sample_weight, counts, losses=(), training=False):
         """Return the local sums for the logs, a dict of float32 scalars.
 
-        The dict contains the items of `Objective.sums`, and `added_loss` as `"added"`.
+        The dict contains the items of `Objective.sums`, and `added_loss` as `"added"`. In a
+        training step with `repeats_forward`, `labels` are the gradients from `output_gradients`.
+        The item `"loss"` then has the gradients of the loss, but not its value.
         """
         if self.needs_outputs:
             self._use_all_logits(outputs)
@@ -210,7 +262,10 @@ class ForwardStep:
             chunk_tokens = getattr(self.objective.losses[0], "chunk_tokens", None)
             self.traced_bytes["logits"] = logit_bytes(outputs, chunk_tokens)
         is_full_batch = not (self.layout.splits_batch if training else self.layout.needs_reduce)
-        sums = self.objective.sums(outputs, labels, sample_weight, counts, is_full_batch)
+        if training and self.repeats_forward:
+            sums = {"loss": _weighted_sum(outputs, labels)}
+        else:
+            sums = self.objective.sums(outputs, labels, sample_weight, counts, is_full_batch)
         if "normalizer_ratio" in sums:
             self._check_added_means(losses)
         sums["added"] = self.added_loss(losses, inputs, counts, sums.get("normalizer_ratio"))
@@ -343,6 +398,9 @@ class Engine:
             (see `ForwardStep.sums`).
         """
 
+    def training_outputs(self, inputs, seed):
+        """Return `ForwardStep.training_outputs`."""
+
     def evaluate(self, inputs, labels, sample_weight, counts):
         """Return `(outputs, sums)` as in `forward_backward`; `counts` as in `StepScalars`."""
 
@@ -355,6 +413,12 @@ class Engine:
     def collectives(self):
         """Return the list of `Collective`s of a step, as it was compiled last."""
         return []
+
+
+def _weighted_sum(outputs, weights):
+    """Return the sum of outputs times weights, both nested tensors of equal shapes."""
+    pairs = zip(tf.nest.flatten(outputs), tf.nest.flatten(weights))
+    return tf.add_n([tf.reduce_sum(tf.cast(x, "float32") * weight) for x, weight in pairs])
 
 
 def _dense(gradient, value):
@@ -392,8 +456,11 @@ class LocalEngine(Engine):
         self._step = step
         self._jit_compile = jit_compile
         self._compute = step.loss_and_gradients
+        self._compute_outputs = step.training_outputs
         if jit_compile:
-            self._compute = tf.function(self._compute, jit_compile=True, reduce_retracing=True)
+            compiled = tf.function(jit_compile=True, reduce_retracing=True)
+            self._compute = compiled(self._compute)
+            self._compute_outputs = compiled(self._compute_outputs)
 
     def build(self, first):
         network = self._step.network
@@ -418,6 +485,9 @@ class LocalEngine(Engine):
 
     def forward_backward(self, inputs, labels, sample_weight, scalars):
         return self._compute(inputs, labels, sample_weight, scalars)
+
+    def training_outputs(self, inputs, seed):
+        return self._compute_outputs(inputs, seed)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         return self._step.outputs_and_sums(inputs, labels, sample_weight, counts)

@@ -38,7 +38,7 @@ class MeshEngine(Engine):
     def __init__(self, step):
         self._step = step
         self._consistency = ReplicaConsistency()
-        self._train = self._test = self._predict = None
+        self._train = self._outputs = self._test = self._predict = None
 
     def build(self, first):
         if self._train is not None:
@@ -48,12 +48,15 @@ class MeshEngine(Engine):
             network(input_symbols(first))
         _warn_slow_compilation(network)
         self._train = MeshFunction(self._train_on_mesh, network.variables, gradients=True)
+        self._outputs = MeshFunction(self._outputs_on_mesh, network.variables)
         self._test = MeshFunction(self._test_on_mesh, network.variables)
         self._predict = MeshFunction(self._predict_on_mesh, network.variables)
 
     def collectives(self):
         num_micro_batches = get_parallel_config().micro_batch_num
-        return num_micro_batches * audit.mesh_collectives(self._train.compiled, self._train.calls)
+        collectives = audit.mesh_collectives(self._train.compiled, self._train.calls)
+        collectives += audit.mesh_collectives(self._outputs.compiled, self._outputs.calls)
+        return num_micro_batches * collectives
 
     def forward_backward(self, inputs, labels, sample_weight, scalars):
         self._consistency.check((inputs, labels, sample_weight), "train")
@@ -68,6 +71,10 @@ class MeshEngine(Engine):
             for shard in mesh_variable.unpacked(weight, gradient)
         ]
         return shards, _remove_added_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
+
+    def training_outputs(self, inputs, seed):
+        outputs = self._outputs(put_sharded(inputs), put_scalars(seed))
+        return _remove_added_rows(outputs, inputs)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         self._consistency.check((inputs, labels, sample_weight), "test")
@@ -121,6 +128,10 @@ class MeshEngine(Engine):
             for weight, gradient in zip(self._step.network.trainable_variables, gradients)
         ]
         return gradients, replicate(outputs), replicate(sums)
+
+    def _outputs_on_mesh(self, inputs, seed):
+        job.record_compilation()
+        return replicate(self._step.training_outputs(inputs, seed[:2]))
 
     def _test_on_mesh(self, *batch):
         return replicate(self._step.outputs_and_sums(*batch))
