@@ -136,7 +136,7 @@ def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):
     if options.from_ is not None and options.preset is not None:
         raise InputError("`model.from` and `model.preset` are both set. Remove one of them.")
     if options.from_ is not None:
-        return _load(pathlib.Path(options.from_), precision, sizes, load_run)
+        return load(pathlib.Path(options.from_), precision, sizes, load_run)
     if options.preset is not None:
         _, preset = get_architecture(options.preset)
         defaults = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
@@ -149,8 +149,20 @@ def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):
     return network
 
 
-def _load(folder, precision, sizes, load_run):
-    """Return the network of a published folder, or of another run with its adapters merged."""
+def load(
+    folder: pathlib.Path, precision: str, sizes: dict[str, Any], load_run: Callable
+) -> TokenModel:
+    """Return the network of a published folder, or of another run with its adapters merged.
+
+    Args:
+        folder: Folder of the network.
+        precision: Name of the dtype policy.
+        sizes: Network arguments that override the config of a published folder.
+        load_run: Function that loads the task of another run; see `Task`.
+
+    Raises:
+        InputError: If the folder is unusable, or `sizes` are given for a run.
+    """
     if is_run(folder):
         if sizes:
             raise InputError(

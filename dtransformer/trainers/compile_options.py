@@ -25,6 +25,7 @@ class CompileOptions:
         log_every: Interval in steps between reading logs from the device.
         steps_per_execution: Maximum number of steps per call of the training function.
         guard: `SpikeGuard`, or `None`.
+        teacher: Frozen network whose logits a `DistillationLoss` reads, or `None`.
     """
 
     objective: Objective | None = None
@@ -34,6 +35,7 @@ class CompileOptions:
     log_every: int = 1
     steps_per_execution: int = 1
     guard: SpikeGuard | None = None
+    teacher: keras.Model | None = None
 
 
 def resolve_optimizer(network, optimizer):

@@ -31,6 +31,7 @@ from dtransformer.trainers.compile_options import (
     scale_loss,
 )
 from dtransformer.trainers.data import prepare_data
+from dtransformer.trainers.distilled import check_teacher
 from dtransformer.trainers.epoch_loop import chief_verbosity, evaluate
 from dtransformer.trainers.fit import FitOptions, run_fit
 from dtransformer.trainers.network_files import MODEL_SUFFIX, NetworkFiles
@@ -121,6 +122,7 @@ class Trainer(keras.Model):
         auto_scale_loss: bool = True,
         log_every: int | None = None,
         guard: SpikeGuard | None = None,
+        teacher: keras.Model | None = None,
     ) -> None:
         """Configure the training.
 
@@ -151,6 +153,9 @@ class Trainer(keras.Model):
                 each read. In between, callbacks receive the last values. The first and last step of
                 an epoch are always read. Defaults to 1 on CPUs and 10 on GPUs.
             guard: `SpikeGuard` that skips steps with an unusual gradient norm. Defaults to `None`.
+            teacher: Network of the trained network's class and vocabulary, for a
+                `DistillationLoss`. It is frozen, runs in the same layout, and is neither saved nor
+                part of checkpoints. Defaults to `None`.
 
         Raises:
             ValueError: If the layout does not support these options.
@@ -158,6 +163,8 @@ class Trainer(keras.Model):
         set_tensorflow_options(jit_compile)
         metrics, weighted_metrics = resolve_metrics(self.network, metrics, weighted_metrics)
         self.objective = resolve_losses(self.network, loss, loss_weights)
+        if teacher is not None:
+            check_teacher(self.network, teacher, loss)
         super().compile(
             optimizer=resolve_optimizer(self.network, optimizer),
             metrics=compile_checks.add_metric_checks(metrics),
@@ -179,6 +186,7 @@ class Trainer(keras.Model):
             log_every=resolve_log_every(log_every),
             steps_per_execution=steps_per_execution,
             guard=guard,
+            teacher=teacher,
         )
 
     def _check_compiled(self, method):

@@ -29,13 +29,13 @@ def chunk_counts(monkeypatch):
 
 def record_chunks(monkeypatch):
     sizes = []
-    original = chunked_cross_entropy._chunked_nll
+    original = chunked_cross_entropy._chunked_losses
 
-    def recorded(product, labels, size, nll):
+    def recorded(product, labels, size, *args):
         sizes.append(size)
-        return original(product, labels, size, nll)
+        return original(product, labels, size, *args)
 
-    monkeypatch.setattr(chunked_cross_entropy, "_chunked_nll", recorded)
+    monkeypatch.setattr(chunked_cross_entropy, "_chunked_losses", recorded)
     return sizes
 
 
