@@ -166,11 +166,9 @@ def replace_root(network: keras.Model, name: str) -> None:
         network: Built `keras.Model`.
         name: The new first part.
     """
-    for layer in flat_layers(network):
-        left = getattr(layer, "left_variables", [])  # Weights of other pipeline stages.
-        for owner in (layer, *direct_variables(layer), *left):
-            if owner._path:
-                owner._path = "/".join([name, *owner._path.split("/")[1:]])
+    for owner in [*flat_layers(network), *network.variables]:
+        if owner._path:
+            owner._path = name + owner._path.removeprefix(network.name)
 
 
 def unlock_layer(layer: keras.layers.Layer) -> None:

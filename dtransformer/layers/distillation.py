@@ -1,7 +1,5 @@
 """Loss of a student that learns from the logits of a frozen teacher."""
 
-import tensorflow as tf
-
 from dtransformer.layers.base import check_rate, register
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import head_losses
@@ -57,23 +55,20 @@ class DistillationLoss(CrossEntropyLoss):
         self.hard_loss_weight = check_rate("hard_loss_weight", hard_loss_weight)
         self.divergence = divergence
 
-    def compute_values(
-        self, logits: tf.Tensor, labels: tf.Tensor, **options
-    ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """See `CrossEntropyLoss.compute_values`."""
-        vocab_size = options["vocab_size"]
-
-        def compute(logits, labels, teacher_logits):
-            soft = self.divergence, self.temperature, vocab_size
-            divergence = token_divergence(logits, teacher_logits, *soft)
-            return [token_nll(logits, labels, **options), divergence]
-
+    def _values(self, logits, labels, **options):
         teacher_logits = getattr(logits, "teacher_logits", None)
         if teacher_logits is None:
             raise ValueError(
                 "DistillationLoss received logits without teacher logits. Pass the teacher to "
                 "`Trainer.compile(..., teacher=...)`."
             )
+        soft_options = self.divergence, self.temperature, options["vocab_size"]
+
+        def compute(logits, labels, teacher_logits):
+            kl = token_divergence(logits, teacher_logits, *soft_options)
+            return [token_nll(logits, labels, **options), kl]
+
         hard, kl = head_losses(compute, logits, labels, self.chunk_tokens, teacher_logits)
+        logits.loss_parts = {"hard": hard, "kl": kl}  # The logs contain their means.
         soft_weight = (1 - self.hard_loss_weight) * self.temperature**2
-        return self.hard_loss_weight * hard + soft_weight * kl, {"hard": hard, "kl": kl}
+        return self.hard_loss_weight * hard + soft_weight * kl

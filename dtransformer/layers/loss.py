@@ -93,41 +93,24 @@ class CrossEntropyLoss(Layer):
 
         Takes the arguments of the call. Both tensors are float32 or wider.
         """
-        return self.per_token_parts(logits, labels, mask)[:2]
-
-    def per_token_parts(
-        self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
-    ) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor]]:
-        """Return the results of `per_token`, and a dict of parts of the loss for the logs.
-
-        The logs contain the mean of the part NAME as `NAME_loss`.
-        """
         labels = tf.cast(squeeze_labels(labels, logits), INDEX_TYPE)
         mask = None if mask is None else squeeze_labels(mask, logits)
         self._check_shapes(logits, labels, mask)
         weights = self.token_weights(labels, mask)
         if self.ignore_id is not None:  # `ignore_id` may be outside of the vocabulary.
             labels = tf.where(labels == self.ignore_id, tf.zeros_like(labels), labels)
-        values, parts = self.compute_values(
+        values = self._values(
             logits,
             labels,
             label_smoothing=self.label_smoothing,
             vocab_size=self.vocab_size or logits.shape[-1],
             z_loss=self.z_loss,
         )
-        return values, tf.cast(weights, values.dtype), parts
+        return values, tf.cast(weights, values.dtype)
 
-    def compute_values(
-        self, logits: tf.Tensor, labels: tf.Tensor, **options
-    ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """Return the loss of each token, and a dict of its parts.
-
-        Args:
-            logits: Tensor of shape `[..., V']`.
-            labels: Integer tensor of shape `[...]`, without `ignore_id`.
-            **options: Arguments of `token_nll`.
-        """
-        return head_nll(logits, labels, self.chunk_tokens, **options), {}
+    def _values(self, logits, labels, **options):
+        """Return the loss of each token. Takes the arguments of `token_nll`."""
+        return head_nll(logits, labels, self.chunk_tokens, **options)
 
     def with_vocab_size(self, vocab_size: int) -> "CrossEntropyLoss":
         """Return this loss with `vocab_size` set, or the loss itself if it already has one."""

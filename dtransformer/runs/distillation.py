@@ -1,5 +1,6 @@
 """Teacher of a run: the frozen network whose logits the student learns from."""
 
+import contextlib
 import dataclasses
 import pathlib
 
@@ -28,24 +29,7 @@ def load_teacher(task: Task) -> TokenModel | None:
         InputError: If the folder is missing or unusable, or its network has another class,
             vocabulary or tokenizer, or fewer positions than the rows have tokens.
     """
-    folder = teacher_folder(task.config)
-    if folder is None:
-        return None
-    _check_tokenizer(task, folder)
-    teacher = networks.load(folder, task.config.training.precision, {}, load_run)
-    with raise_as_input_error(f"distillation.teacher: {folder}", ValueError):
-        check_teacher(task.network, teacher, distillation_loss(task.config, task.loss()))
-    networks.check_positions(teacher, task.config.data.length + task.num_added)
-    return teacher
-
-
-def teacher_folder(config: RunConfig) -> pathlib.Path | None:
-    """Return the folder of a run's teacher, or `None`.
-
-    Raises:
-        InputError: If the folder does not exist.
-    """
-    options = config.sections().get("distillation")
+    options = task.config.sections().get("distillation")
     if options is None or options.teacher is None:
         return None
     folder = pathlib.Path(options.teacher)
@@ -54,7 +38,19 @@ def teacher_folder(config: RunConfig) -> pathlib.Path | None:
             f"`distillation.teacher`: the folder {short_repr(str(folder))} does not exist. Set it to a "
             "published folder or a run folder."
         )
-    return folder
+    tokenizer = task.tokenizer
+    with contextlib.suppress(InputError):  # A folder of weights may have no tokenizer.
+        tokenizer = load_tokenizer(folder / TOKENIZER if is_run(folder) else folder)
+    if not are_equal(task.tokenizer, tokenizer):
+        raise InputError(
+            f"`distillation.teacher`: {folder} has another tokenizer than the run. Set "
+            "tokenizer.folder to the teacher's tokenizer, or choose another teacher."
+        )
+    teacher = networks.load(folder, task.config.training.precision, {}, load_run)
+    with raise_as_input_error(f"distillation.teacher: {folder}", ValueError):
+        check_teacher(task.network, teacher, distillation_loss(task.config, task.loss()))
+    networks.check_positions(teacher, task.config.data.length + task.num_added)
+    return teacher
 
 
 def distillation_loss(config: RunConfig, loss: CrossEntropyLoss) -> DistillationLoss:
@@ -62,17 +58,3 @@ def distillation_loss(config: RunConfig, loss: CrossEntropyLoss) -> Distillation
     options = dataclasses.asdict(config.distillation)
     del options["teacher"]
     return DistillationLoss.from_config({**loss.get_config(), **options})
-
-
-def _check_tokenizer(task, folder):
-    """Check that the teacher's folder has the run's tokenizer, or none."""
-    tokenizer_folder = folder / TOKENIZER if is_run(folder) else folder
-    try:
-        tokenizer = load_tokenizer(tokenizer_folder)
-    except InputError:
-        return  # A folder of weights without a tokenizer.
-    if not are_equal(task.tokenizer, tokenizer):
-        raise InputError(
-            f"`distillation.teacher`: {folder} has another tokenizer than the run. Train the teacher "
-            f"with the run's tokenizer, or set tokenizer.folder to {tokenizer_folder}."
-        )

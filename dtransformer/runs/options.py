@@ -321,7 +321,9 @@ class ExportOptions:
 class DistillationOptions:
     """Knowledge distillation: learn from the logits of a frozen teacher."""
 
-    teacher: Path | None = None  # Published folder or run folder with the same tokenizer; null: none
+    teacher: Path | None = (
+        None  # Published folder or run folder with the same tokenizer; null: none
+    )
     temperature: Positive = 2.0  # Divisor of the logits of teacher and student
     hard_loss_weight: Rate = 0.5  # Weight of the labels' cross entropy; the rest is the teacher's
     divergence: Divergence = "forward_kl"  # forward_kl: KL(teacher, student); reverse_kl
@@ -337,6 +339,7 @@ _TOKENIZED = {
     "export": ExportOptions,
 }
 _DISTILLED = {**_TOKENIZED, "distillation": DistillationOptions}
+_DOCUMENTS = {"data": DocumentData, **_DISTILLED}
 _LABELS = {"data": LabelData, **_TOKENIZED}
 # Classes of the sections of each task, in the order of saved configs.
 SECTIONS = {
@@ -349,9 +352,9 @@ SECTIONS = {
         "search": SearchOptions,
         "logs": LogOptions,
     },
-    **dict.fromkeys(
-        ("causal_lm", "masked_lm", "span_corruption"), {"data": DocumentData, **_DISTILLED}
-    ),
+    "causal_lm": _DOCUMENTS,
+    "masked_lm": _DOCUMENTS,
+    "span_corruption": _DOCUMENTS,
     "next_sentence": {"data": DocumentData, **_TOKENIZED},
     "chat": {"data": ChatData, **_DISTILLED},
     "preference": {"data": ChatData, **_TOKENIZED, "training": PreferenceTraining},

@@ -78,7 +78,15 @@ _LAYOUT_FIELDS = (
     *("sequence_parallel", "vocab_emb_dp", "recompute"),
 )
 _FIXED_ON_RESUME = (
-    *("data", "tokenizer", "model", "distillation", "training.seed", "training.batch_size", "training.beta"),
+    *(
+        "data",
+        "tokenizer",
+        "model",
+        "distillation",
+        "training.seed",
+        "training.batch_size",
+        "training.beta",
+    ),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
     *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
     *("training.simpo_gamma", "training.reference_free", "training.matryoshka"),

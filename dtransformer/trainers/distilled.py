@@ -11,7 +11,7 @@ from dtransformer.parallel.tracing.auxiliary_metrics import collecting
 
 
 class DistilledModel(keras.Model):
-    """Student network that attaches the logits of a frozen teacher to its own logits.
+    """Student network that attaches the logits of a frozen teacher to its logits.
 
     The teacher has the student's layout. It runs without dropout and without gradients. Paths of
     its weights begin with `teacher/`.
@@ -40,7 +40,7 @@ class DistilledModel(keras.Model):
         self.built = True
 
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
-        # The teacher runs first, so that none of the student's activations are stored meanwhile.
+        # Run the teacher before the student stores activations.
         with trace.training_step(False), trace.with_gradients(False), collecting(False):
             teacher_logits = self.teacher(inputs, training=False)
         logits = self.student(inputs, training=training)

@@ -106,10 +106,7 @@ def loss_term(
     """
     parts = {}
     if hasattr(loss, "per_token"):
-        if hasattr(loss, "per_token_parts"):
-            values, weights, parts = loss.per_token_parts(outputs, labels, sample_weight)
-        else:
-            values, weights = loss.per_token(outputs, labels, sample_weight)
+        values, weights = loss.per_token(outputs, labels, sample_weight)
         mask = _compat.get_keras_mask(outputs)
         if mask is not None:
             weights = _apply_weights(weights, tf.cast(mask, weights.dtype))
@@ -117,6 +114,7 @@ def loss_term(
         normalizer = label_counts.tokens
         is_known = hasattr(loss, "token_weights") and mask is None
         values *= tf.cast(weights, values.dtype)
+        parts = getattr(outputs, "loss_parts", {})
         parts = {name: part * tf.cast(weights, part.dtype) for name, part in parts.items()}
     else:
         values, weights, local_normalizer = _keras_values(

@@ -245,9 +245,7 @@ class Dataflow:
                 shape = tuple(spec.shape)
                 dtype = spec.dtype.name
                 is_trained = result.call in uses.trained
-                tensors.append(
-                    CrossStageTensor(result.name, shape, dtype, first, last, is_trained)
-                )
+                tensors.append(CrossStageTensor(result.name, shape, dtype, first, last, is_trained))
         return cls(placement, tuple(tensors), uses.copies, recorder.outputs, uses.moved)
 
 

@@ -37,6 +37,7 @@ def token_divergence(
     width = logits.shape[-1]
     is_entry = tf.range(width) < (vocab_size or width)
     compute_type = "float64" if logits.dtype == "float64" else "float32"
+    is_reverse = kind == "reverse_kl"
 
     def log_probabilities(x):
         x = tf.cast(x, compute_type) / temperature
@@ -44,27 +45,20 @@ def token_divergence(
         x -= tf.reduce_max(x, axis=-1, keepdims=True)
         return x - tf.math.log(tf.reduce_sum(tf.exp(x), axis=-1, keepdims=True))
 
-    def log_ratios(logits):
-        """Return log q and log(q / p), which is 0 for padding."""
+    def compare(logits):
+        """Return p, q and log(p / q), which is 0 for padding."""
+        log_p = log_probabilities(teacher_logits)
         log_q = log_probabilities(logits)
-        return log_q, tf.where(is_entry, log_q - log_probabilities(teacher_logits), 0.0)
+        return tf.exp(log_p), tf.exp(log_q), tf.where(is_entry, log_p - log_q, 0.0)
 
     @custom_gradient
     def divergence(logits):
-        log_q, log_ratio = log_ratios(logits)
-        if kind == "reverse_kl":
-            terms = tf.exp(log_q) * log_ratio
-        else:
-            terms = tf.exp(log_q - log_ratio) * -log_ratio
-        value = tf.reduce_sum(terms, axis=-1)
+        p, q, log_ratio = compare(logits)
+        value = tf.reduce_sum(-q * log_ratio if is_reverse else p * log_ratio, axis=-1)
 
         def gradient(upstream):
-            log_q, log_ratio = log_ratios(logits)
-            q = tf.exp(log_q)
-            if kind == "reverse_kl":
-                dx = q * (log_ratio - value[..., None])
-            else:
-                dx = q - tf.exp(log_q - log_ratio)
+            p, q, log_ratio = compare(logits)
+            dx = -q * (log_ratio + value[..., None]) if is_reverse else q - p
             dx *= upstream[..., None] / temperature
             return tf.cast(constrain(dx, logits_axes(dx)), logits.dtype)
 
