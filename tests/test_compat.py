@@ -65,7 +65,7 @@ def trees():
 
 
 def compat_trees():
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.glob("of_*.py")]
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.glob("*.py")]
 
 
 def private_attributes(tree):

@@ -6,6 +6,8 @@ folders use a private name. It also lists the private methods that subclasses ov
 name of Horovod is used.
 """
 
+from dtransformer._compat.keras_data import *
 from dtransformer._compat.keras_internals import *
+from dtransformer._compat.keras_losses import *
 from dtransformer._compat.optimizer_internals import *
 from dtransformer._compat.tensorflow_internals import *

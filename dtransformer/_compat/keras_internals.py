@@ -3,13 +3,9 @@
 import contextlib
 import copy
 import functools
-import itertools
-import re
-import traceback
 from collections.abc import Callable
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec as compute_output_spec
 from keras.src.backend.common import global_state
@@ -19,21 +15,9 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.tensorflow import core
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
-from keras.src.trainers import compile_utils
-from keras.src.trainers.data_adapters import (
-    array_data_adapter,
-    array_slicing,
-    data_adapter_utils,
-    py_dataset_adapter,
-    tf_dataset_adapter,
-)
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
 from dtransformer._compat.optimizer_internals import patched
-
-_KERAS_PREFIX = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
-
 
 # Keras: variables.
 
@@ -313,88 +297,6 @@ def capture_call_state() -> Callable[[], contextlib.AbstractContextManager]:
     return restored
 
 
-def may_add_losses(layer: keras.layers.Layer) -> bool:
-    """Return whether a layer added a loss when it was traced in a `keras.StatelessScope`.
-
-    Unnecessary if the scope recorded the layer of each loss.
-    """
-    return bool(layer._loss_ids)
-
-
-def get_keras_mask(tensor: tf.Tensor) -> tf.Tensor | None:
-    """Return the mask that a Keras layer attached to its result, or `None`.
-
-    Unnecessary if Keras had a public function to read the mask of `keras.layers.Masking`'s
-    protocol.
-    """
-    return getattr(tensor, "_keras_mask", None)
-
-
-def with_mask(tensor: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-    """Return the tensor with a mask for the next layer or loss. For the reason, see `get_keras_mask`."""
-    tensor._keras_mask = mask
-    return tensor
-
-
-def get_keras_masks(tensors) -> dict[int, tf.Tensor]:
-    """Return the masks of nested tensors as a dict by flat index, without tensors that have none.
-
-    Masks are attributes and get lost when tensors enter or leave a function or are sent.
-    For the reason, see `get_keras_mask`.
-    """
-    masks = {i: get_keras_mask(x) for i, x in enumerate(tf.nest.flatten(tensors))}
-    return {i: mask for i, mask in masks.items() if mask is not None}
-
-
-def with_masks(tensors, masks: dict[int, tf.Tensor]):
-    """Return nested tensors with the masks from `get_keras_masks`.
-
-    For the reason, see `get_keras_mask`.
-    """
-    flat = tf.nest.flatten(tensors)
-    for i, mask in masks.items():
-        flat[i] = with_mask(tf.identity(flat[i]), mask)
-    return tf.nest.pack_sequence_as(tensors, flat)
-
-
-class CompileLoss(compile_utils.CompileLoss):
-    """Keras' assignment of the losses in `compile` to the network's outputs.
-
-    Unnecessary if Keras exposed the loss of each output.
-
-    Args:
-        loss, loss_weights: Arguments of `keras.Model.compile`.
-        output_names: List of the outputs' names, or `None`.
-        term: Function `(loss, name)` that returns the loss function to compute instead.
-    """
-
-    def __init__(self, loss, loss_weights, output_names, term):
-        super().__init__(loss, loss_weights, output_names=output_names)
-        self._term = term
-
-    def __setattr__(self, name, value):
-        super().__setattr__(
-            name, _ListOfLengthOne() if name == "_flat_losses" and value == [] else value
-        )
-
-    def build(self, y_true, y_pred):
-        super().build(y_true, y_pred)
-        self._flat_losses = [
-            loss._replace(loss=self._term(loss.loss, loss.name)) for loss in self._flat_losses
-        ]
-
-    @property
-    def metrics(self):
-        return [None] * len(self._flat_losses or [None])
-
-
-class _ListOfLengthOne(list):
-    """List that reports a length of one, because Keras would create metrics for several losses."""
-
-    def __len__(self):
-        return 1
-
-
 # `current_path` returns the path of the enclosing name scopes, so that a weight's path is known
 # before it is created. Unnecessary if Keras passed the variable's path to its initializer.
 
@@ -406,121 +308,3 @@ class _ListOfLengthOne(list):
 
 # `to_snake_case` derives a layer's default name from its class. The trainer detects default names
 # to make names equal in every process. Unnecessary if Keras marked default names.
-
-# `fit` splits arrays with `train_validation_split`. The trainer must know the training rows before
-# Keras splits them. Unnecessary if Keras exported it.
-train_validation_split = array_slicing.train_validation_split
-
-
-def with_class_weights(dataset: tf.data.Dataset, class_weight: dict) -> tf.data.Dataset:
-    """Return a dataset of (inputs, labels) with the sample weights of `fit(class_weight=...)`.
-
-    When Keras maps a dataset itself, it loses an asserted cardinality. Unnecessary if Keras kept
-    it.
-    """
-    weigh = tf_dataset_adapter.make_class_weight_map_fn(class_weight)
-    return dataset.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
-
-
-def class_weight_to_sample_weight(labels, class_weight: dict, sample_weight=None):
-    """Return the sample weights that `train_on_batch(class_weight=...)` uses.
-
-    Unnecessary if Keras exported the conversion.
-
-    Raises:
-        ValueError: If there are also sample weights.
-    """
-    if sample_weight is not None:
-        raise ValueError(
-            "Received both `class_weight` and `sample_weight`. Multiply them, and pass "
-            "`sample_weight` only."
-        )
-    return data_adapter_utils.class_weight_to_sample_weights(labels, class_weight)
-
-
-class EpochIterator(TFEpochIterator):
-    """Keras' iterator over the batches of an epoch: arrays, datasets, generators and others.
-
-    Each iteration yields `(first_step, last_step, iterator)`. Unnecessary if Keras exported its
-    data adapters.
-
-    Args:
-        **options: `x`, `y`, `sample_weight`, `batch_size`, `steps_per_epoch`, `shuffle` and
-            `class_weight` as in `keras.Model.fit`, and `steps_per_execution`.
-    """
-
-    def __init__(self, **options):
-        super().__init__(distribute_strategy=tf.distribute.get_strategy(), **options)
-
-
-class ShuffleOrder:
-    """Order of array rows and `PyDataset` batches that is equal on all ranks.
-
-    Keras uses the random state of the process. It differs between ranks, and with a global seed of
-    TensorFlow it repeats in every epoch. Unnecessary if Keras' `fit` took a seed.
-
-    Args:
-        seed: Integer.
-        epoch: Integer, the first epoch. Each epoch has another order.
-    """
-
-    def __init__(self, seed: int, epoch: int = 0):
-        self._seed = seed
-        self._draws = itertools.count(epoch)
-
-    def shuffle(self, items):
-        """Shuffle a list or an array in place, in another order in every call; return it."""
-        np.random.default_rng([self._seed, next(self._draws)]).shuffle(items)
-        return items
-
-    def for_py_datasets(self) -> contextlib.AbstractContextManager:
-        """Inside the `with` block Keras shuffles the batches of a `PyDataset` in this order."""
-        return patched(py_dataset_adapter, random=self)
-
-    def adapter(self, x, y, sample_weight, *options):
-        """Return a Keras adapter with this order of rows, or `x` if the data are not arrays.
-
-        Args:
-            x, y, sample_weight: As in `keras.Model.fit`.
-            *options: The other arguments of Keras' `ArrayDataAdapter`.
-        """
-        if not array_data_adapter.can_convert_arrays((x, y, sample_weight)):
-            return x
-        adapter = array_data_adapter.ArrayDataAdapter(x, y, sample_weight, *options)
-        with patched(tf.random, shuffle=self._shuffled):  # Only Keras' code runs in here.
-            dataset = adapter.get_tf_dataset()
-
-        def get_tf_dataset():
-            return dataset
-
-        adapter.get_tf_dataset = get_tf_dataset
-        return adapter
-
-    def _shuffled(self, indices):
-        order = tf.numpy_function(
-            lambda array: self.shuffle(array.copy()), [indices], indices.dtype
-        )
-        return tf.ensure_shape(order, indices.shape)
-
-
-def keep_error_messages(call: Callable) -> Callable:
-    """Decorate a layer's `call` or `__call__` so that Keras does not extend this library's errors.
-
-    Keras appends a line per argument to errors in a call, unless the error is marked as extended.
-    For symbolic calls it also prepends a sentence. Errors from other modules are raised unchanged.
-    """
-
-    @functools.wraps(call)
-    def wrapped(*args, **kwargs):
-        try:
-            return call(*args, **kwargs)
-        except (TypeError, ValueError) as error:
-            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            if not frame.f_globals.get("__name__", "").startswith("dtransformer."):
-                raise
-            text = _KERAS_PREFIX.sub("", str(error)).partition("\x1b[0m")[0]
-            new_error = error if text == str(error) else type(error)(text)
-            new_error._keras_call_info_injected = True
-            raise new_error.with_traceback(error.__traceback__) from None
-
-    return wrapped

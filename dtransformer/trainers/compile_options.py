@@ -38,8 +38,8 @@ class CompileOptions:
     teacher: keras.Model | None = None
 
 
-def resolve_optimizer(network, optimizer):
-    """Return the optimizer of a trainer, or its name.
+def resolve_optimizer(network, optimizer, auto_scale_loss):
+    """Return the Keras optimizer of a trainer.
 
     Without an optimizer it uses the optimizer of the network's last `compile`, with new states if
     it has been used, or else AdamW.
@@ -47,14 +47,17 @@ def resolve_optimizer(network, optimizer):
     Args:
         network: The `keras.Model`.
         optimizer: As in `Trainer.compile`.
+        auto_scale_loss: Whether to scale the loss if the network computes in `mixed_float16`.
     """
-    if optimizer is not None:
-        return optimizer
-    if not network.compiled or network.optimizer is None:
-        return "adamw"
-    if network.optimizer.built:
-        return type(network.optimizer).from_config(network.optimizer.get_config())
-    return network.optimizer
+    if optimizer is None and network.compiled:
+        optimizer = network.optimizer
+        if optimizer is not None and optimizer.built:
+            optimizer = type(optimizer).from_config(optimizer.get_config())
+    optimizer = keras.optimizers.get("adamw" if optimizer is None else optimizer)
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if auto_scale_loss and network.dtype_policy.name == "mixed_float16" and not is_scaled:
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
 
 
 def resolve_losses(network, loss, loss_weights):
@@ -90,11 +93,3 @@ def resolve_log_every(log_every):
     if log_every is None:
         return 10 if takes_gpu_branch() else 1
     return check_int("log_every", log_every)
-
-
-def scale_loss(network, optimizer):
-    """Return an optimizer with loss scaling if the network computes in `mixed_float16`."""
-    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if network.dtype_policy.name == "mixed_float16" and not is_scaled:
-        return keras.optimizers.LossScaleOptimizer(optimizer)
-    return optimizer

@@ -1,5 +1,7 @@
 """Engine, optimizer step and compiled steps of a trainer, each built when first needed."""
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
@@ -73,10 +75,10 @@ class Program:
             computed, options.objective, options.compiled_metrics is not None, self._states
         )
 
-    def build_network(self):
+    def build_network(self, input_shape=None):
         """Build the network under its own name, the prefix of its weight paths."""
         if not self._network.built:
-            self._network.build()
+            self._network.build(input_shape)
 
     def build_engine(self, first):
         """Build the engine, and the network with it.
@@ -207,14 +209,24 @@ class Program:
         metrics = [] if self.metrics is None else self.metrics.keras_metrics
         return [*metrics, *layer_metrics(self._network)]
 
-    def log_names(self):
-        """Return the names of the logs that Keras' lists contain, in Keras' order."""
+    def as_list(self, logs):
+        """Return the logs of metrics as a list in Keras' order, or the loss alone."""
+        results = [logs[name] for name in self._log_names() if name in logs]
+        return results if len(results) > 1 else results[0]
+
+    def _log_names(self):
         names = {*self.metrics.names, *self._states.metric_results()}
         ordered = []
         for metric in self.shown_metrics():
             members = getattr(metric, "metrics", [metric])  # Keras' container has several metrics.
             ordered += [member.name for member in members if member.name in names]
         return [*ordered, *sorted(names.difference(ordered))]
+
+    def averaged_weights(self):
+        """Return the context manager of `Trainer.averaged_weights`."""
+        if self.optimizer_step is None:
+            return contextlib.nullcontext()
+        return self.optimizer_step.averaged_weights()
 
     def callbacks(self):
         """Return the callbacks that the options of `compile` add to a `fit`."""
@@ -227,6 +239,11 @@ class Program:
             return layer_metrics(self._network)
         layers = layer_metrics(self._network)
         return [*self.metrics.means, *layers, *self.metrics.output_losses]
+
+    def reset_metrics(self):
+        """Reset the states of all metrics."""
+        for metric in self.saved_metrics():
+            metric.reset_state()
 
     def training_state(self):
         """Return the `TrainingState` for checkpoints; build the network and optimizer for it."""

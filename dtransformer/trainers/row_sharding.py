@@ -48,16 +48,14 @@ class RowSharding:
         return 1 if self.is_global else job.data_shard()[1]
 
     def local_rows(self, batch: object, num_parts: int = 1) -> object:
-        """Return this data shard's rows of nested tensors [b, ...].
+        """Return this data shard's rows of a global batch.
 
         Args:
-            batch: Nested tensors.
+            batch: Nested tensors [b, ...].
             num_parts: Integer. Number of contiguous parts of the batch. The result has the local
                 rows of each part, so that all data shards together compute one part after the
                 other. Defaults to `1`.
         """
-        if not self.is_global:
-            return batch
         if num_parts == 1:
             return take_shard(batch, *job.data_shard())
         parts = (take_shard(batch, i, num_parts) for i in range(num_parts))

@@ -102,7 +102,9 @@ class Step:
 
         For `num_parts`, see `RowSharding.local_rows`.
         """
-        local_batch = keras.utils.unpack_x_y_sample_weight(sharding.local_rows(batch, num_parts))
+        if sharding.is_global:
+            batch = sharding.local_rows(batch, num_parts)
+        local_batch = keras.utils.unpack_x_y_sample_weight(batch)
         if self._states.needs_probe:
             inputs, labels, _ = local_batch
             with tf.init_scope():

@@ -202,8 +202,9 @@ class Predictor:
         return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
 
     def _predict(self, batch, sharding):
-        local_batch = sharding.local_rows(batch)
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local_batch)
+        if sharding.is_global:
+            batch = sharding.local_rows(batch)
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         outputs = sharding.gather_rows(self._engine.predict(inputs))
         return without_padding(outputs, self._network)
 

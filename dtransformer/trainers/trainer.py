@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -28,7 +28,6 @@ from dtransformer.trainers.compile_options import (
     resolve_losses,
     resolve_metrics,
     resolve_optimizer,
-    scale_loss,
 )
 from dtransformer.trainers.data import prepare_data
 from dtransformer.trainers.distilled import check_teacher
@@ -82,15 +81,14 @@ class Trainer(keras.Model):
         self.objective = None
         self._num_fits = 0
         self._files = NetworkFiles(network)
-        self._set_options()
+        self._use_options(CompileOptions())
 
-    def _set_options(self, **options):
+    def _use_options(self, options):
         """Create the collaborators that depend on the arguments of `compile`.
 
         Args:
-            **options: As `CompileOptions`.
+            options: `CompileOptions`.
         """
-        options = CompileOptions(**options)
         self._program = Program(self, self.network, self._parallel_config, options)
         self._checkpoints = Checkpoints(self._program)
         self._reports = Reports(self.network, options.optimizer, self._program)
@@ -105,8 +103,7 @@ class Trainer(keras.Model):
         return self._program.call(inputs, training)
 
     def build(self, input_shape: tuple | None = None) -> None:
-        if not self.network.built:
-            self.network.build(input_shape)
+        self._program.build_network(input_shape)
         self.built = True
 
     def compile(
@@ -166,7 +163,7 @@ class Trainer(keras.Model):
         if teacher is not None:
             check_teacher(self.network, teacher, loss)
         super().compile(
-            optimizer=resolve_optimizer(self.network, optimizer),
+            optimizer=resolve_optimizer(self.network, optimizer, auto_scale_loss),
             metrics=compile_checks.add_metric_checks(metrics),
             weighted_metrics=compile_checks.add_metric_checks(weighted_metrics),
             run_eagerly=run_eagerly,
@@ -174,11 +171,9 @@ class Trainer(keras.Model):
             jit_compile=False,  # XLA cannot compile Horovod's operations.
             auto_scale_loss=False,
         )
-        if auto_scale_loss:
-            self.optimizer = scale_loss(self.network, self.optimizer)
         compiler = StepCompiler(jit_compile, run_eagerly)
         compile_checks.check_compile_options(self.objective, self.optimizer, compiler)
-        self._set_options(
+        options = CompileOptions(
             objective=self.objective,
             optimizer=self.optimizer,
             compiled_metrics=self._compile_metrics,
@@ -188,6 +183,7 @@ class Trainer(keras.Model):
             guard=guard,
             teacher=teacher,
         )
+        self._use_options(options)
 
     def _check_compiled(self, method):
         if not self.compiled:
@@ -301,7 +297,7 @@ class Trainer(keras.Model):
             logs = evaluate(
                 self, runner, data, y, sample_weight, batch_size, steps, callbacks, verbose
             )
-            return logs if return_dict else self._as_list(logs)
+            return logs if return_dict else self._program.as_list(logs)
 
     def predict(
         self,
@@ -355,7 +351,7 @@ class Trainer(keras.Model):
             self._checkpoints.track(None)
             self.reset_metrics()
             logs = runner.train_batch((x, y, sample_weight), RowSharding.from_data(x, shard))
-            return logs if return_dict else self._as_list(logs)
+            return logs if return_dict else self._program.as_list(logs)
 
     def test_on_batch(
         self,
@@ -371,7 +367,7 @@ class Trainer(keras.Model):
             runner = self._build_steps("test_on_batch", (x,))
             self.reset_metrics()
             logs = runner.test_batch((x, y, sample_weight), RowSharding.from_data(x, shard))
-            return logs if return_dict else self._as_list(logs)
+            return logs if return_dict else self._program.as_list(logs)
 
     def predict_on_batch(self, x: Any, shard: bool | None = None) -> Any:
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`. `shard` is as in `fit`."""
@@ -380,11 +376,6 @@ class Trainer(keras.Model):
             sharding = RowSharding.from_data(x, shard)
             self.predict_function = self._program.predictor((x,), sharding)
             return super().predict_on_batch(x)
-
-    def _as_list(self, logs):
-        """Return the logs of metrics as a list in Keras' order, or the loss alone."""
-        results = [logs[name] for name in self._program.log_names() if name in logs]
-        return results if len(results) > 1 else results[0]
 
     @property
     def output_names(self) -> list | None:
@@ -397,8 +388,7 @@ class Trainer(keras.Model):
         return self._program.shown_metrics()
 
     def reset_metrics(self) -> None:
-        for metric in self._program.saved_metrics():
-            metric.reset_state()
+        self._program.reset_metrics()
 
     @property
     def num_steps(self) -> int:
@@ -415,8 +405,7 @@ class Trainer(keras.Model):
         """The `ShardedOptimizer`, or `None` before it is built."""
         return self._program.optimizer_step
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Swap the weights with their moving averages in the `with` block; all ranks call.
 
         Without an optimizer with `use_ema` nothing changes. Do not train or save checkpoints in
@@ -432,9 +421,7 @@ class Trainer(keras.Model):
         >>> with trainer.averaged_weights():
         ...     logs = trainer.evaluate(x, x[:, :1], verbose=0, return_dict=True)
         """
-        step = self.optimizer_step
-        with contextlib.nullcontext() if step is None else step.averaged_weights():
-            yield
+        return self._program.averaged_weights()
 
     # Checkpoints and files.
 
@@ -600,9 +587,8 @@ class Trainer(keras.Model):
 
         All ranks call, rank 0 writes the full network.
         """
-        first = self._program.first_batch
         options = {"format": format, "verbose": verbose, **kwargs}
-        self._files.export(self, first, filepath, input_signature, **options)
+        self._files.export(self, self._program.first_batch, filepath, input_signature, **options)
 
     def get_compile_config(self) -> dict:
         """Return an empty dict: a loaded trainer must be compiled again."""

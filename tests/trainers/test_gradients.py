@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers.loss import correct_predictions
-from dtransformer.trainers.optimizer.phases import square_norm
+from dtransformer.trainers.optimizer.phases import square_norms
 from dtransformer.trainers.optimizer.reduce import buckets, reduce_sum
 from tests.tolerances import TRAINING
 
@@ -44,18 +44,19 @@ def test_each_gradient_belongs_to_one_bucket(count, num_buckets):
             assert len(result) <= num_buckets
 
 
-def test_square_norm_matches_numpy():
+def test_square_norms_match_numpy():
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape) for shape in ((3, 4), (5,), (2, 2, 2), ())]
-    for array in arrays:
-        square = square_norm(tf.constant(array, "float32"))
-        assert square.dtype == tf.float32
-        assert float(square) == pytest.approx((array**2).sum(), TRAINING)
+    tensors = [tf.constant(array, "float32") for array in arrays]
+    squares = square_norms(tensors, ["CPU:0"] * len(tensors))
+    assert squares.dtype == tf.float32
+    expected = [(array**2).sum() for array in arrays]
+    np.testing.assert_allclose(squares, expected, rtol=TRAINING)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_of_16_bit_gradients_does_not_overflow(dtype):
-    square = square_norm(tf.fill([100], tf.constant(1000.0, dtype)))
+    (square,) = square_norms([tf.fill([100], tf.constant(1000.0, dtype))], ["CPU:0"])
     assert float(square) == pytest.approx(1e8, rel=2e-2)
 
 

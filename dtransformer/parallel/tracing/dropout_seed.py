@@ -5,6 +5,7 @@ in the backward pass therefore draws the same masks.
 """
 
 import contextlib
+import math
 import types
 import zlib
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,9 @@ from dtransformer.parallel.tracing.scoped import Scoped
 
 _PHILOX = 1
 """Id of the Philox algorithm in TensorFlow's random operations."""
+
+_THRESHOLDS = 2**62
+"""Offset of the random numbers that select thresholds. Parts of masks have smaller offsets."""
 
 _seed = Scoped("dropout_seed")
 _random_ids = Scoped("random_ids", types.MappingProxyType({}))
@@ -83,8 +87,10 @@ def kept_elements(
 ) -> tf.Tensor:
     """Return a dropout mask: a boolean tensor that is `False` with probability `rate`.
 
-    The probability is exact to 2⁻¹⁷, because each element uses 16 random bits. On a mesh it uses
-    32 bits, because DTensor cannot split a word between two elements.
+    Each element compares 8 random bits with a threshold. The 256 possible thresholds are too coarse
+    for most rates, so each column of the last dimension draws one of the two thresholds next to
+    `rate`. This makes the probability exact to 2⁻³². On a mesh an element uses 32 bits, because
+    DTensor cannot split a word between elements.
 
     Args:
         shape: List of integers, or of scalar tensors for unknown dimensions.
@@ -92,18 +98,22 @@ def kept_elements(
         seed: Integer tensor of shape `[2]`.
         random_id: Integer in [0, 2³¹) or scalar int32 tensor. Masks with the same seed but
             different ids are independent. Defaults to `0`.
-        part: Integer in [0, 2³¹). Masks with different parts are independent. Defaults to `0`.
+        part: Integer in [0, 2³⁰). Masks with different parts are independent. Defaults to `0`.
     """
-    threshold = min(round(rate * 2**16), 2**16 - 1)
     offset = part * 2**32
-    if trace.is_on_mesh():
-        words = _random_words(shape, seed, random_id, offset)
-        return words >= tf.constant(threshold * 2**16, "uint32")
+    lower = math.floor(rate * 2**8)
+    if trace.is_on_mesh() or lower == 2**8 - 1:
+        threshold = min(round(rate * 2**32), 2**32 - 1)
+        return _random_words(shape, seed, random_id, offset) >= tf.constant(threshold, "uint32")
     *rows, length = shape or [1]
-    half = (length + 1) // 2
-    words = _random_words([*rows, half], seed, random_id, offset)
-    bits = tf.reshape(tf.bitcast(words, "uint16"), [*rows, 2 * half])[..., :length]
-    return tf.reshape(bits, shape) >= tf.constant(threshold, "uint16")
+    num_words = (length + 3) // 4
+    words = _random_words([*rows, num_words], seed, random_id, offset)
+    bits = tf.reshape(tf.bitcast(words, "uint8"), [*rows, 4 * num_words])[..., :length]
+    fraction = min(round((rate * 2**8 - lower) * 2**32), 2**32 - 1)
+    draws = _random_words([length], seed, random_id, offset + _THRESHOLDS)
+    takes_upper = draws < tf.constant(fraction, "uint32")
+    thresholds = tf.cast(takes_upper, "uint8") + tf.constant(lower, "uint8")
+    return tf.reshape(bits >= thresholds, shape)
 
 
 def random_floats(shape: Sequence, seed: tf.Tensor, random_id: int | tf.Tensor = 0) -> tf.Tensor:

@@ -167,16 +167,22 @@ def unscale(loss_scale, data):
 
 def measure_gradients(shards, data):
     """Compute the squared norm of each local gradient on the device of its shard."""
-    squares = []
-    for gradient, shard in zip(data.gradients, shards):
-        with tf.device(shard.shard.value.device):
-            squares.append(square_norm(gradient))
-    data.square_norms = tf.stack(squares) if squares else tf.zeros([0])
+    devices = [shard.shard.value.device for shard in shards]
+    data.square_norms = square_norms(data.gradients, devices)
 
 
-def square_norm(gradient):
-    """Return the squared Euclidean norm of a tensor, a float32 scalar."""
-    return 2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32"))
+def square_norms(tensors, devices):
+    """Return the squared Euclidean norms of n tensors, a float32 tensor [n].
+
+    Args:
+        tensors: List of tensors.
+        devices: List with the device that measures each tensor.
+    """
+    halves = []
+    for tensor, device in zip(tensors, devices):
+        with tf.device(device):
+            halves.append(tf.nn.l2_loss(tf.cast(tensor, "float32")))  # Half of the square.
+    return 2.0 * tf.stack(halves) if halves else tf.zeros([0])
 
 
 def sum_square_norms(shards, data):

@@ -69,6 +69,7 @@ class ShardedOptimizer:
         self.stores_sums = self.partition.level >= 2 and (
             self._reduces_micro_batches or not accumulates
         )
+        self._has_several_ranks = job.size() > 1
         self._reduction = phases.Reduction(self.shards, positions, self.stores_sums)
         self._store = partial(store, self._units, positions)
         self._gradient_phases = self._list_gradient_phases()
@@ -130,7 +131,7 @@ class ShardedOptimizer:
         if factor is not None:
             gradients = [gradient * factor for gradient in gradients]
         data = phases.StepData(gradients)
-        _run(self._gradient_phases, data)
+        self._run(self._gradient_phases, data)
         return data.gradients, data.values, data.norm
 
     def apply(self, gradients, values, norm):
@@ -142,11 +143,21 @@ class ShardedOptimizer:
         # Weight decay reads no gradient. Without this dependency it would also run in a step that
         # fails because the data has ended.
         with tf.control_dependencies([norm]):
-            update = partial(self.loss_scale.run, norm, partial(_run, self._update_phases, data))
+            update = partial(self._run, self._update_phases, data)
+            if self.loss_scale.is_used:
+                update = partial(self.loss_scale.run, norm, update)
             if self.guard is None:
                 update()
             else:
                 self.guard.run(norm, update)
+
+    def _run(self, steps, data):
+        names = contextlib.nullcontext()
+        if self._has_several_ranks:
+            names = transport.global_names()
+        with names:
+            for phase in steps:
+                phase(data)
 
     def take_averages(self, exchanges=False):
         """Assign moving averages (`use_ema`) to the weights; see `assign_averages`."""
@@ -161,13 +172,6 @@ class ShardedOptimizer:
             yield
         finally:
             self.take_averages(exchanges=True)
-
-
-def _run(steps, data):
-    names = transport.global_names() if job.size() > 1 else contextlib.nullcontext()
-    with names:
-        for phase in steps:
-            phase(data)
 
 
 class LossScale:
@@ -207,15 +211,12 @@ class LossScale:
         return [gradient / scale for gradient in gradients]
 
     def run(self, norm, update):
-        """Call `update()` and adapt a dynamic scale. Skip the update if `norm` is not finite.
+        """Call `update()` and adapt the scale. Skip the update if `norm` is not finite.
 
         Args:
             norm: Float scalar tensor. Global gradient norm, equal on all ranks.
             update: Function without arguments that changes the weights.
         """
-        if not self.is_used:
-            update()
-            return
         is_finite = tf.math.is_finite(norm)
 
         def update_weights():
