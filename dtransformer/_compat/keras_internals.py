@@ -152,7 +152,7 @@ def replace_root(network: keras.Model, name: str) -> None:
     """
     for owner in [*flat_layers(network), *network.variables]:
         if owner._path:
-            owner._path = name + owner._path.removeprefix(network.name)
+            owner._path = "/".join([name, *owner._path.split("/")[1:]])
 
 
 def unlock_layer(layer: keras.layers.Layer) -> None:
