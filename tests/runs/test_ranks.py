@@ -56,10 +56,6 @@ def place(tmp_path_factory):
 CASES = [
     *((name, []) for name in CONFIGS),
     ("kto", ["training.epochs=10"]),
-    (
-        "chat",
-        ["distillation.teacher=runs/chat", "distillation.temperature=1.5", "training.epochs=10"],
-    ),
     *(("preference", [f"training.loss={loss}", "training.epochs=3"]) for loss in LOSSES),
 ]
 
