@@ -321,12 +321,10 @@ class ExportOptions:
 class DistillationOptions:
     """Knowledge distillation: learn from the logits of a frozen teacher."""
 
-    teacher: Path | None = (
-        None  # Published folder or run folder with the same tokenizer; null: none
-    )
+    teacher: Path | None = None  # Published folder or run folder with the run's tokenizer
     temperature: Positive = 2.0  # Divisor of the logits of teacher and student
-    hard_loss_weight: Rate = 0.5  # Weight of the labels' cross entropy; the rest is the teacher's
-    divergence: Divergence = "forward_kl"  # forward_kl: KL(teacher, student); reverse_kl
+    hard_loss_weight: Rate = 0.5  # Weight of the labels; the rest is the teacher's
+    divergence: Divergence = "forward_kl"  # forward_kl, or reverse_kl for KL(student, teacher)
 
 
 _TOKENIZED = {
