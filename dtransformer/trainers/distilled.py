@@ -5,7 +5,6 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers import DistillationLoss
-from dtransformer.models.base import TokenModel
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting
 
@@ -17,8 +16,8 @@ class DistilledModel(keras.Model):
     its weights begin with `teacher/`.
 
     Args:
-        student: `TokenModel`.
-        teacher: `TokenModel` of the same class and vocabulary. It is frozen.
+        student: Network of `dtransformer.models`.
+        teacher: Network of the same class and vocabulary. It is frozen.
 
     Call arguments:
         inputs: Inputs of both networks.
@@ -28,7 +27,7 @@ class DistilledModel(keras.Model):
         The student's logits. Their attribute `teacher_logits` has the teacher's logits.
     """
 
-    def __init__(self, student: TokenModel, teacher: TokenModel):
+    def __init__(self, student: keras.Model, teacher: keras.Model):
         super().__init__(name=student.name)
         for network in (student, teacher):
             if not network.built:
@@ -48,7 +47,7 @@ class DistilledModel(keras.Model):
         return logits
 
 
-def check_teacher(network: keras.Model, teacher: TokenModel, loss: object) -> None:
+def check_teacher(network: keras.Model, teacher: keras.Model, loss: object) -> None:
     """Check that a teacher suits a network and its loss.
 
     Raises:
@@ -57,7 +56,7 @@ def check_teacher(network: keras.Model, teacher: TokenModel, loss: object) -> No
     """
     if not isinstance(loss, DistillationLoss):
         raise ValueError("`teacher` has no effect without a DistillationLoss. Pass one as `loss`.")
-    if type(teacher) is not type(network) or not isinstance(network, TokenModel):
+    if type(teacher) is not type(network) or not hasattr(network, "logits_vocab_size"):
         raise ValueError(
             f"The teacher is a {type(teacher).__name__}, but the trained network is a "
             f"{type(network).__name__}. Use two networks of the same class of dtransformer.models."
