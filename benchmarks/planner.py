@@ -98,7 +98,7 @@ def work(args):
     if args.worker == MEASURE:
         from dtransformer.cli.measured_machine import measure_device, own_memory_gb
 
-        report = dataclasses.asdict(measure_device("measured", own_memory_gb()))
+        report = dataclasses.asdict(measure_device(own_memory_gb()))
     else:
         report = train(args)
     if dtransformer.is_chief():

@@ -374,7 +374,7 @@ def test_called_by_shapes(monkeypatch):
 def test_call_of_function():
     """A waiting function is reported as the same call. Python code is reported as `None`."""
     fifo = tf.queue.FIFOQueue(1, "int32")
-    dequeue, main, calls = tf.function(fifo.dequeue), threading.main_thread().ident, []
+    dequeue, main, calls = tf.function(fifo.dequeue), threading.main_thread(), []
 
     def observe():
         for _ in range(100):

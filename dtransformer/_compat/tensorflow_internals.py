@@ -2,11 +2,13 @@
 
 import collections
 import contextlib
+import faulthandler
 import functools
 import gc
+import os
 import pathlib
 import re
-import sys
+import threading
 from collections.abc import Callable
 
 import keras
@@ -91,27 +93,33 @@ def cache_by_shapes(function) -> Callable:
     return call
 
 
-def current_function_call(thread: int) -> tuple | None:
+def current_function_call(thread: threading.Thread) -> tuple | None:
     """Return a key and the location of a thread's current call of a TensorFlow function.
 
-    The key differs between calls. Unnecessary if a function could report that it waits.
+    The key differs between calls, because a thread that runs between them waits again.
+    `faulthandler` writes the stacks as text in one step. Frame objects of another thread could
+    change while they are read. Unnecessary if a function could report that it waits.
 
     Args:
-        thread: Integer. Identifier of the thread.
+        thread: Another thread than the current one.
 
     Returns:
         A `(key, location)` tuple, or `None` if the thread is not in such a call.
     """
-    frame = sys._current_frames().get(thread)
-    if frame is None or not any(part in frame.f_code.co_filename for part in _RUNS_FUNCTIONS):
+    with open(os.memfd_create("stacks"), "w+", encoding="ascii") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        stacks = file.read()
+    stack = stacks.partition(f"Thread 0x{thread.ident:016x} ")[2].partition("\n\n")[0]
+    places = re.findall(r'File "(.*)", line (\d+)', stack)
+    if not places or not any(part in places[0][0] for part in _RUNS_FUNCTIONS):
         return None
-    key = id(frame), frame.f_lasti
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    if frame is None:
-        return key, "nowhere"
-    path = "/".join(pathlib.Path(frame.f_code.co_filename).parts[-2:])
-    return key, f"{path}, line {frame.f_lineno}"
+    status = pathlib.Path(f"/proc/self/task/{thread.native_id}/status").read_text("ascii")
+    num_waits = re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)
+    for path, line in places:
+        if not path.startswith(_LIBRARIES):
+            return num_waits, f"{'/'.join(pathlib.Path(path).parts[-2:])}, line {line}"
+    return num_waits, "nowhere"
 
 
 def function_names() -> list:

@@ -59,14 +59,13 @@ def chat(
         turns.append({"role": "assistant", "content": answer})
 
 
-def terminal_lines(prompt: str = "> ") -> Iterable[str]:
+def terminal_lines() -> Iterable[str]:
     """Yield the lines typed in the terminal until the end of input.
 
-    Args:
-        prompt: Text printed before each line. It is omitted if standard input is not a terminal.
+    A terminal shows a prompt before each line.
     """
     while True:
         try:
-            yield input(prompt if os.isatty(0) else "")
+            yield input("> " if os.isatty(0) else "")
         except EOFError:
             return

@@ -37,7 +37,7 @@ def measure_to(path: str | os.PathLike) -> None:
     Args:
         path: Path of the YAML file to write.
     """
-    device = measure_device("measured", round(own_memory_gb(), 3))
+    device = measure_device(round(own_memory_gb(), 3))
     if job.is_chief():
         write_text_atomically(path, device_to_yaml(device))
         ranks = "1 rank" if job.size() == 1 else f"{job.size()} ranks"
@@ -112,14 +112,13 @@ def _sizes():
     return _SIZES[device_type()]
 
 
-def measure_device(name: str, memory_gb: float) -> Device:
+def measure_device(memory_gb: float) -> Device:
     """Measure the device of each rank while all ranks are busy, and return it as a `Device`.
 
     One rank measures products and memory. Several ranks also measure their communication. All ranks
     must call it, before `dtransformer.init`, because it calls `init` with several layouts.
 
     Args:
-        name: Name of the device.
         memory_gb: Float. Memory of a device in 10^9 bytes.
     """
     cores = len(os.sched_getaffinity(0))
@@ -132,7 +131,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
     overhead = _overhead_seconds()
     data = links.get("data", Link(1.0, 100.0))
     device = Device(
-        name=name,
+        name="measured",
         tflops_16_bit=measure_products("bfloat16")[0] / 1e12,
         tflops_32_bit=peak / 1e12,
         memory_gb=memory_gb,

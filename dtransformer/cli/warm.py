@@ -8,7 +8,6 @@ fills the cache here, so that the ranks of a training run do not all wait or com
 import os
 import pathlib
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,11 +29,8 @@ _LENGTH = 64
 _DEFAULT_CACHE = "~/.nv/ComputeCache"  # CUDA's default without CUDA_CACHE_PATH
 
 
-def warm(policies: Sequence[str] = _POLICIES) -> list[dict]:
+def warm() -> list[dict]:
     """Train a small network and generate text with each dtype policy, to compile their kernels.
-
-    Args:
-        policies: Names of dtype policies.
 
     Returns:
         A list of checks, see `checks.check`.
@@ -45,7 +41,7 @@ def warm(policies: Sequence[str] = _POLICIES) -> list[dict]:
     folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser(_DEFAULT_CACHE))
     before = _megabytes(folder)
     dtransformer.init(dtransformer.TransformerOpParallelConfig())
-    checks = [_warm_policy(policy) for policy in policies]
+    checks = [_warm_policy(policy) for policy in _POLICIES]
     state = f"{folder} has {_megabytes(folder):.0f} MB, {before:.0f} before"
     return [*checks, check("CUDA's cache", True, state)]
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import MEBIBYTE, FilePath, check_path, inside, opened
 from dtransformer.inputs.json_file import STRICT, read_json, typed
-from dtransformer.inputs.manifest import Count, FileName
+from dtransformer.inputs.manifest import Count, FileName, Sha256
 
 MANIFEST = "shards.json"
 TOKENIZER = "tokenizer"
@@ -21,7 +21,6 @@ KINDS = "tokens", "documents", "parts"
 FORMAT = "dtransformer.TokenShards"
 VERSION = 1
 _MAX_BYTES = 64 * MEBIBYTE
-_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -30,7 +29,7 @@ class _File(pydantic.BaseModel):
 
     model_config = STRICT
     bytes: Count
-    sha256: _Digest
+    sha256: Sha256
 
 
 class _Shard(pydantic.BaseModel):
@@ -51,7 +50,7 @@ class Manifest(pydantic.BaseModel):
     dtype: Literal["uint16", "uint32"]
     vocab_size: Annotated[int, Field(ge=1, lt=2**31)]
     special_ids: dict[str, _Id]
-    tokenizer: _Digest
+    tokenizer: Sha256
     left_out: Count
     shards: Annotated[list[_Shard], Field(min_length=1, max_length=10**5)]
     files: dict[FileName, _File]

@@ -29,6 +29,7 @@ def _printable(text):
 
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Degree = Annotated[int, Field(ge=1, le=10**6)]
 Name = Annotated[str, Field(max_length=1000), pydantic.AfterValidator(_printable)]
 FileName = Annotated[str, pydantic.AfterValidator(check_name)]

@@ -38,14 +38,13 @@ def read_text_lines(path: FilePath) -> list[str]:
     return decode_lines(data, path)
 
 
-def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[int, str]]:
+def iterate_lines(path: FilePath) -> Iterator[tuple[int, str]]:
     """Yield `(line_number, line)` tuples of a file of any size, read in blocks.
 
     Line numbers start at 1. Lines end only at `\\n` and `\\r\\n`, as in `decode_lines`.
 
     Args:
         path: Path of a UTF-8 text file, decompressed if its name ends in `.gz`.
-        limit: Integer. Maximum number of bytes of a line.
 
     Raises:
         InputError: If the file is missing, damaged or not UTF-8, or a line is too long. The message
@@ -61,11 +60,11 @@ def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[i
         for block in itertools.chain(blocks, [None]):
             rest += block or b""
             end = len(rest) if block is None else rest.rfind(b"\n", len(rest) - len(block)) + 1
-            if len(rest) - end > limit:
+            if len(rest) - end > MAX_DOCUMENT:
                 num_earlier = rest.count(b"\n", 0, end)
                 raise InputError(
-                    f"{path}, line {line_number + num_earlier} has more than {limit:,} bytes, the "
-                    "limit for a document. Split it, or write a JSON list as JSON lines."
+                    f"{path}, line {line_number + num_earlier} has more than {MAX_DOCUMENT:,} bytes, "
+                    "the limit for a document. Split it, or write a JSON list as JSON lines."
                 )
             lines = decode(bytes(rest[:end]), path, line_number).split("\n")
             del rest[:end]

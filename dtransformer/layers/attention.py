@@ -255,10 +255,7 @@ class MultiHeadAttention(StreamLayer):
         check_inputs(self.hidden_size, query, key, value)
         check_mask(attention_mask, query, key.shape[1], self.num_heads)
         q, k, v = self._project({"query": query, "key": key, "value": value})
-        positions = None
-        if self.rotary is not None:
-            positions = sequence_positions(query, attention_mask, self.depends_on_start)
-        q, k = self._add_positions(q, k, positions)
+        q, k = self._add_positions(q, k, sequence_positions, query, attention_mask)
         context = self._attend(q, k, v, attention_mask, position_table, training)
         return self._project_output(tf.transpose(context, [0, 2, 1, 3]), training)
 
@@ -284,10 +281,7 @@ class MultiHeadAttention(StreamLayer):
         check_inputs(self.hidden_size, inputs, inputs, inputs)
         check_mask(attention_mask, inputs, inputs.shape[1], self.num_heads)
         q, k, v = self._project({"query": inputs, "key": inputs, "value": inputs})
-        positions = None
-        if self.rotary is not None:
-            positions = prompt_positions(inputs, attention_mask, self.depends_on_start)
-        q, k = self._add_positions(q, k, positions)
+        q, k = self._add_positions(q, k, prompt_positions, inputs, attention_mask)
         cache = self.init_cache(static_or_dynamic_shape(inputs)[0], capacity, num_hypotheses)
         cache = cache.with_prompt(k, v, self.window)
         context = self._attend(q, k, v, attention_mask, position_table)
@@ -325,10 +319,7 @@ class MultiHeadAttention(StreamLayer):
                 f"`decode_step` takes one position, got {inputs.shape[1]}. Use `prefill` for more."
             )
         q, k, v = self._project({"query": inputs, "key": inputs, "value": inputs})
-        positions = None
-        if self.rotary is not None:
-            positions = next_positions(inputs, cache, prompt_mask, self.depends_on_start)
-        q, k = self._add_positions(q, k, positions)
+        q, k = self._add_positions(q, k, next_positions, inputs, cache, prompt_mask)
         b = static_or_dynamic_shape(cache.key)[0]
         num_hypotheses = static_or_dynamic_shape(inputs)[0] // b
         visible, entry_positions = visible_entries(
@@ -408,13 +399,17 @@ class MultiHeadAttention(StreamLayer):
             heads.update(zip(names, project_to_heads(x, kernels, biases), strict=True))
         return [heads[name] for name in inputs]
 
-    def _add_positions(self, q, k, positions):
-        """Normalize each head and apply the rotary embedding, in the configured order."""
+    def _add_positions(self, q, k, get_positions, *arguments):
+        """Normalize each head and apply the rotary embedding, in the configured order.
+
+        `get_positions` is a function of `cached_attention`, with all `arguments` except `restarts`.
+        """
         norm_is_last = self.qk_norm is not None and self.qk_norm.after_rotary
         if self.qk_norm is not None and not norm_is_last:
             q = self.query_norm(q)
             k = self.key_norm(k)
         if self.rotary is not None:
+            positions = get_positions(*arguments, self.depends_on_start)
             q, k = self.rotary.apply(q, k, positions, self.num_rotary_features)
         if norm_is_last:
             q = self.query_norm(q)

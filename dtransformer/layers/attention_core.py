@@ -13,13 +13,12 @@ from dtransformer.layers.cudnn_attention import auto_uses_cudnn, cudnn_attention
 from dtransformer.layers.elementwise import add_to_rows, apply_soft_cap, scale, select
 from dtransformer.layers.online_softmax import attention_context, attention_scores, per_head
 from dtransformer.layers.position_bias import PositionBias
+from dtransformer.limits import MIN_BLOCKWISE_SCORES
 from dtransformer.parallel.context_parallel.exchange import LocalExchange, context_exchange
 from dtransformer.parallel.mesh.axis_rules import constrain_both
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 IMPLEMENTATIONS = "auto", "reference", "blockwise", "cudnn"
-# "auto" selects blocks from this number of scores per head.
-_MIN_BLOCKWISE_SCORES = 2048 * 1024
 
 
 def attention(
@@ -38,7 +37,7 @@ def attention(
         implementation: `"reference"` stores all scores. `"blockwise"` stores none and computes them
             again in the backward pass. `"cudnn"` uses cuDNN's fused kernels, or blocks with a
             warning if cuDNN does not support the options. `"auto"` uses cuDNN on GPUs, or warns and
-            continues without it, and selects blocks from `_MIN_BLOCKWISE_SCORES` scores per head.
+            continues without it, and selects blocks from `MIN_BLOCKWISE_SCORES` scores per head.
             Sharded sequences use blocks unless the implementation is `"reference"`. Defaults to
             `"auto"`.
         **options: Fields of `AttentionOptions`.
@@ -144,7 +143,7 @@ def chosen_implementation(
     """Return the implementation of an attention: `"reference"`, `"blockwise"` or `"cudnn"`.
 
     `"auto"` selects blocks if both lengths are known and a head has at least
-    `_MIN_BLOCKWISE_SCORES` scores, otherwise the reference. With an obstacle, `"cudnn"` becomes
+    `MIN_BLOCKWISE_SCORES` scores, otherwise the reference. With an obstacle, `"cudnn"` becomes
     blocks, or the reference for unknown lengths, and a warning is shown once. Other requests are
     returned as they are.
 
@@ -168,7 +167,7 @@ def chosen_implementation(
             "length or `implementation='auto'`."
         )
     if implementation == "auto":
-        is_long = is_known and num_queries * num_keys >= _MIN_BLOCKWISE_SCORES
+        is_long = is_known and num_queries * num_keys >= MIN_BLOCKWISE_SCORES
         return "blockwise" if is_long else "reference"
     return implementation
 

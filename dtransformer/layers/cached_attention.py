@@ -87,7 +87,7 @@ def prompt_positions(x: tf.Tensor, mask: tf.Tensor | Segments | None, restarts: 
     """
     positions = tf.range(static_or_dynamic_shape(x)[1])[None]
     if restarts and isinstance(mask, Segments):
-        return positions - _count(~tf.cast(mask.queries, "bool"))[:, None]
+        return positions - count_tokens(~tf.cast(mask.queries, "bool"))[:, None]
     return positions
 
 
@@ -105,10 +105,11 @@ def next_positions(
     if restarts and prompt_mask is not None:
         num_rows = static_or_dynamic_shape(x)[0]
         num_sources = static_or_dynamic_shape(prompt_mask)[0]
-        num_tokens = tf.repeat(_count(prompt_mask), num_rows // num_sources)
+        num_tokens = tf.repeat(count_tokens(prompt_mask), num_rows // num_sources)
         return (num_tokens + cache.index)[:, None]
     return tf.reshape(cache.index + cache.num_prompt_positions, [1, 1])
 
 
-def _count(mask):
+def count_tokens(mask: tf.Tensor) -> tf.Tensor:
+    """Return the number of visible tokens of each row of a bool mask, int32."""
     return tf.reduce_sum(tf.cast(mask, "int32"), axis=1)

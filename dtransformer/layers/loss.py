@@ -173,8 +173,9 @@ def squeeze_labels(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
 
 
 def expand_to_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
-    """Append dimensions of size 1 to weights until they have `rank` dimensions."""
-    return weights[(..., *[None] * (rank - len(weights.shape)))]
+    """Append dimensions of size 1 to weights until they have at least `rank` dimensions."""
+    extra = rank - len(weights.shape)
+    return weights[(..., *[None] * extra)] if extra > 0 else weights
 
 
 def correct_predictions(outputs, labels) -> tf.Tensor | None:

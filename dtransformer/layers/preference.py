@@ -16,11 +16,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import Layer
 from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import head_nll
-
-REFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo")  # They need a reference model.
-PREFERENCE_LOSSES = (*REFERENCE_LOSSES, "simpo", "orpo")
-MEAN_LOSSES = ("sigmoid_norm", "ipo", "simpo", "orpo")  # They compare means over tokens.
-SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "simpo")
+from dtransformer.preference_losses import PREFERENCE_LOSSES, SMOOTHED_LOSSES
 
 
 class SequenceLogProbability(Layer):

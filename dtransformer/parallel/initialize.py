@@ -210,24 +210,19 @@ def init(
 
 def _join_layout(topology, rank, addresses):
     """Start the mesh and create the groups of the layout."""
-    groups = job.current().groups
     config = get_parallel_config()
     all_ranks = range(topology.num_ranks)
     mesh = start_mesh(topology, rank, addresses, device_type())
     ranks = {len(topology.model_parallel_group(rank))} if mesh is not None else set()
-    joined = dataclasses.replace(
-        job.current(),
-        mesh=mesh,
-        meshes=job.current().meshes | ranks,
-        model_parallel_group=groups.create_division(
-            [topology.model_parallel_group(r) for r in all_ranks]
-        ),
-        data_parallel_group=groups.create_division(
-            [topology.data_parallel_group(r) for r in all_ranks]
-        ),
-        pipeline_group=groups.create_division([topology.pipeline_group(r) for r in all_ranks]),
-    )
-    job.become(joined)
+    meshes = job.current().meshes | ranks
+    job.become(dataclasses.replace(job.current(), mesh=mesh, meshes=meshes))
+    for group in (
+        topology.model_parallel_group,
+        topology.data_parallel_group,
+        topology.pipeline_group,
+    ):
+        for ranks in dict.fromkeys(map(group, all_ranks)):
+            job.agreed_group(ranks)
     for ranks in dict.fromkeys(topology.pipeline_group(r) for r in all_ranks):
         for pair in config.placement.stage_pairs:  # These stages send to each other.
             job.agreed_group(tuple(sorted(ranks[stage] for stage in pair)))

@@ -64,7 +64,7 @@ def evaluate(
 ) -> tuple[Memory, StepTime]:
     """Return the memory and the step time of every layout, as `(Memory, StepTime)`."""
     system = job.system()
-    memory = estimate_memory(model, layouts, system, job.item_bytes)
+    memory = estimate_memory(model, layouts, system.parameter_bytes, job.item_bytes)
     return memory, estimate_time(model, cluster, layouts, system, memory, job.is_mixed)
 
 

@@ -18,11 +18,44 @@ OPTIMIZERS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class ParameterBytes:
+    """Unsharded bytes per parameter of a training system.
+
+    Args:
+        weights, gradients, states: Bytes per parameter.
+        table_states: Additional state bytes per parameter of tables and heads.
+        copies_weights: Boolean, whether a rank without a mesh computes with a 16-bit copy of the
+            weights at levels 1 and 2 and shards the float32 weights with the states.
+    """
+
+    weights: float
+    gradients: float
+    states: float
+    table_states: float = 0
+    copies_weights: bool = False
+
+    def at_level(self, level, is_on_mesh, accumulates_full=False):
+        """Return the bytes of a layout, as a `(weights, gradients, states)` tuple.
+
+        Args:
+            level: Integer from 0 to 3, or an array of them.
+            is_on_mesh: Boolean or array of booleans, whether operations are sharded.
+            accumulates_full: See `formulas.state_bytes`.
+        """
+        level = np.asarray(level)
+        copies = self.copies_weights & ((level == 1) | (level == 2)) & ~np.asarray(is_on_mesh)
+        # Shards of gradients are float32. Full gradients have the type of the copy.
+        gradients = np.where(copies & ((level == 1) | accumulates_full), 2, self.gradients)
+        states = self.states + np.where(copies, self.weights, 0)
+        return np.where(copies, 2, self.weights), gradients, states
+
+
+@dataclasses.dataclass(frozen=True)
 class System:
     """Properties of a training system that determine its memory and communication.
 
     Args:
-        weight_bytes, gradient_bytes, state_bytes: Unsharded bytes per parameter.
+        parameter_bytes: `ParameterBytes`.
         sent_gradient_bytes: Bytes per gradient element in the reduction between replicas.
         hidden_share: Fraction of the reduction that overlaps with the backward pass.
         hides_on_mesh: Boolean, whether reductions also overlap on a mesh and in a pipeline.
@@ -40,14 +73,9 @@ class System:
             logit for cross entropy.
         sum_bytes: Bytes per element in sums over the model axis. `None` uses the size of an
             activation.
-        table_state_bytes: Additional unsharded state bytes per parameter of tables and heads.
-        copies_weights: Boolean, whether a rank without a mesh computes with a 16-bit copy of the
-            weights at levels 1 and 2 and shards the float32 weights with the states.
     """
 
-    weight_bytes: float
-    gradient_bytes: float
-    state_bytes: float
+    parameter_bytes: ParameterBytes
     sent_gradient_bytes: float
     hidden_share: float
     hides_on_mesh: bool = False
@@ -59,23 +87,6 @@ class System:
     mesh_waits: int = 0
     loss_sums: int = 3
     sum_bytes: int | None = None
-    copies_weights: bool = False
-    table_state_bytes: float = 0
-
-    def bytes_per_parameter(self, level, is_on_mesh, accumulates_full=False):
-        """Return unsharded bytes per parameter, as a `(weights, gradients, states)` tuple.
-
-        Args:
-            level: Integer from 0 to 3, or an array of them.
-            is_on_mesh: Boolean or array of booleans, whether operations are sharded.
-            accumulates_full: See `formulas.state_bytes`.
-        """
-        level = np.asarray(level)
-        copies = self.copies_weights & ((level == 1) | (level == 2)) & ~np.asarray(is_on_mesh)
-        # Shards of gradients are float32. Full gradients have the type of the copy.
-        gradients = np.where(copies & ((level == 1) | accumulates_full), 2, self.gradient_bytes)
-        states = self.state_bytes + np.where(copies, self.weight_bytes, 0)
-        return np.where(copies, 2, self.weight_bytes), gradients, states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +161,16 @@ class Job:
         Variables, gradients and states are float32 except with the precision "bfloat16".
         """
         value_bytes = 2 if self.precision == "bfloat16" else 4
+        parameter_bytes = ParameterBytes(
+            weights=value_bytes,
+            gradients=value_bytes,
+            states=value_bytes * (OPTIMIZERS[self.optimizer] + self.averages),
+            # Muon updates tables and heads with AdamW, which has a second state.
+            table_states=value_bytes * (self.optimizer == "muon"),
+            copies_weights=self.is_mixed and value_bytes == 4,
+        )
         return System(
-            weight_bytes=value_bytes,
-            gradient_bytes=value_bytes,
-            state_bytes=value_bytes * (OPTIMIZERS[self.optimizer] + self.averages),
+            parameter_bytes,
             sent_gradient_bytes=value_bytes
             if self.fixed_config().gradient_dtype == "float32"
             else 2,
@@ -168,7 +185,4 @@ class Job:
             loss_sums=5,  # Accuracy needs two more than the loss.
             # DTensor sends bfloat16 as float32.
             sum_bytes=4 if "bfloat16" in (self.precision or "") else None,
-            copies_weights=self.is_mixed and value_bytes == 4,
-            # Muon updates tables and heads with AdamW, which has a second state.
-            table_state_bytes=value_bytes * (self.optimizer == "muon"),
         )

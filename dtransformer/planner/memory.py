@@ -5,22 +5,17 @@ import typing
 
 import numpy as np
 
+from dtransformer.limits import MAX_LOGIT_BYTES, MIN_BLOCKWISE_SCORES
 from dtransformer.planner.formulas import (
     BlockSizes,
     micro_batches_alive,
     saved_activation_bytes,
     state_bytes,
 )
-from dtransformer.planner.job import System
+from dtransformer.planner.job import ParameterBytes
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
 from dtransformer.planner.stages import StageKind, worst_stage_costs
-
-# This library computes attention blockwise if a head has at least this number of scores s·t.
-BLOCKWISE_SCORES = 2048 * 1024
-
-# The loss computes float32 logits of at most this size together, in chunks of tokens.
-MAX_LOGIT_BYTES = 2**28
 
 
 class Memory(typing.NamedTuple):
@@ -56,7 +51,7 @@ def block_activation_bytes(
         kind: `BlockKind` of the block.
         layouts: The `Layouts`.
         item_bytes: Bytes of one activation element.
-        by_blocks: Boolean, whether attention with at least `BLOCKWISE_SCORES` scores is computed
+        by_blocks: Boolean, whether attention with at least `MIN_BLOCKWISE_SCORES` scores is computed
             blockwise. Context parallelism always computes it blockwise.
     """
     c = layouts.context
@@ -96,7 +91,7 @@ def block_activation_bytes(
         return np.choose(layouts.recompute, [unrecomputed, attention, full])
 
     is_blockwise = [
-        by_blocks and kind.length * attended_length >= BLOCKWISE_SCORES
+        by_blocks and kind.length * attended_length >= MIN_BLOCKWISE_SCORES
         for attended_length in kind.attended
     ]
     # Context-parallel attention is always computed blockwise.
@@ -106,14 +101,18 @@ def block_activation_bytes(
 
 
 def estimate_memory(
-    model: ModelShape, layouts: Layouts, system: System, item_bytes: int = 2, by_blocks=True
+    model: ModelShape,
+    layouts: Layouts,
+    parameter_bytes: ParameterBytes,
+    item_bytes: int = 2,
+    by_blocks=True,
 ) -> Memory:
     """Return the memory of layouts by kind.
 
     Args:
         model: A `ModelShape`.
         layouts: The `Layouts`.
-        system: The training `System`.
+        parameter_bytes: `ParameterBytes` of the training system.
         item_bytes: Bytes of one activation element.
         by_blocks: Boolean, whether attention with many scores is computed blockwise.
     """
@@ -126,31 +125,31 @@ def estimate_memory(
         v = group.chunks[0]
         alive = micro_batches_alive(schedule, p, stage.first, m, v)
         return _stage_memory(
-            model, group, system, stage, [k[indices] for k in saved], alive, item_bytes
+            model, group, parameter_bytes, stage, [k[indices] for k in saved], alive, item_bytes
         )
 
     return Memory(**worst_stage_costs(model, layouts, stage_memory))
 
 
-def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_bytes):
+def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, alive, item_bytes):
     t = layouts.model
     b = layouts.micro_batch
     s = model.sequence_length / layouts.context
     num_shards = layouts.sharing
     parameters = stage_parameters(model, layouts, stage)
     accumulates = layouts.accumulates_full
-    weights, gradients, states = system.bytes_per_parameter(
+    weights, gradients, states = parameter_bytes.at_level(
         layouts.level, layouts.is_on_mesh, accumulates
     )
     # Fewer ranks share an expert under expert parallelism.
     expert_parallel = np.where(layouts.level >= 3, layouts.expert, 1)
     trained = stage_parameters(model, layouts, stage, is_trained=True)
     # Frozen weights also have a float32 master copy.
-    master_bytes = states - system.state_bytes
+    master_bytes = states - parameter_bytes.states
     totals = dict.fromkeys(("weights", "gradients", "states"), 0.0)
     for is_trained, sizes in (
         (False, (weights, 0, master_bytes)),
-        (True, (0, gradients, system.state_bytes)),
+        (True, (0, gradients, parameter_bytes.states)),
     ):
         expert_parameters = stage_expert_parameters(model, layouts, stage, is_trained)
         dense_parameters = (trained if is_trained else parameters) - expert_parameters
@@ -161,7 +160,7 @@ def _stage_memory(model, layouts, system, stage: StageKind, saved, alive, item_b
             totals[kind] = totals[kind] + x + y
     if not model.adapter_rank:
         tables = _table_parameters(model, layouts, stage, is_trained=True)
-        sizes = (0, 0, system.table_state_bytes)
+        sizes = (0, 0, parameter_bytes.table_states)
         totals["states"] = (
             totals["states"] + state_bytes(tables, num_shards, layouts.level, *sizes)[2]
         )

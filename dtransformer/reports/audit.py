@@ -223,7 +223,7 @@ def _process_group(operation):
     return groups[0]
 
 
-def _needed_operations(graph):
+def needed_operations(graph):
     """Return the set of operations that a function's results need. TensorFlow skips the others."""
     pending = [x.op for x in graph.outputs] + list(graph.control_outputs)
     needed = set()
@@ -237,7 +237,7 @@ def _needed_operations(graph):
 
 def _iterate_operations(graph):
     """Yield the operations that run in a graph, and in called functions once per call."""
-    runs = _needed_operations(graph)
+    runs = needed_operations(graph)
     for operation in graph.get_operations():
         if operation not in runs:
             continue

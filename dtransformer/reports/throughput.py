@@ -19,18 +19,16 @@ PRODUCTS = {"CPU": (1024, 1), "GPU": (8192, 8)}
 
 
 @functools.cache
-def measured_peak(dtype="float32", size=None, seconds=0.1):
+def measured_peak(dtype="float32", seconds=0.1):
     """Return the FLOP/s of large square products on this rank's device.
 
     The fastest of several measurements counts. The result is cached per process and arguments.
 
     Args:
         dtype: Name of the dtype.
-        size: Number of rows and columns of the matrices. Defaults to the entry of `PRODUCTS`.
         seconds: Duration of the measurement.
     """
-    default_size, num_products = PRODUCTS[device_type()]
-    size = size or default_size
+    size, num_products = PRODUCTS[device_type()]
     matrix = tf.cast(tf.random.stateless_normal([size, size], [0, 0]) * size**-0.5, dtype)
     products = tf.function(
         lambda x: functools.reduce(lambda x, _: tf.matmul(x, matrix), range(num_products), x)[0, 0]

@@ -42,7 +42,7 @@ def evaluate_run(
         raise InputError(f"`{folder}` is a translation run. Add --src and --ref.")
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
-    task.require_option("data", "dev")
+    task.require_option("dev")
     # The printed loss is −log p, without regularization.
     task.config.training.label_smoothing = task.config.training.z_loss = 0.0
     # Token shards go to a temporary folder next to the run. It is created only if shards are

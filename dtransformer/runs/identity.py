@@ -25,6 +25,7 @@ from pydantic import Field
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
 from dtransformer.inputs.json_file import STRICT, parse_json, typed
+from dtransformer.inputs.manifest import Sha256
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.export import RUN, check_seal, hash_file
 from dtransformer.trainers.checkpoint.folders import saved_steps
@@ -52,7 +53,6 @@ PARTS = frozenset(
 _VERSION = 1
 _MAX_BYTES = MEBIBYTE
 _File = Annotated[str, Field(pattern=rf"^({re.escape(CONFIG)}|{TOKENIZER}/([a-z_]+/)?[\w.-]+)$")]
-_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class _Body(pydantic.BaseModel):
@@ -60,8 +60,8 @@ class _Body(pydantic.BaseModel):
 
     model_config = STRICT
     version: Literal[_VERSION]
-    files: dict[_File, _Digest]
-    data: dict[Literal["train", "dev"], _Digest | None]
+    files: dict[_File, Sha256]
+    data: dict[Literal["train", "dev"], Sha256 | None]
 
 
 class _Document(pydantic.BaseModel):
@@ -69,7 +69,7 @@ class _Document(pydantic.BaseModel):
 
     model_config = STRICT
     run: _Body
-    sha256: _Digest
+    sha256: Sha256
 
 
 def is_run(folder: str | os.PathLike) -> bool:

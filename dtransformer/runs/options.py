@@ -10,6 +10,8 @@ import pydantic
 from pydantic import BeforeValidator, Field
 
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.planner.job import PRECISIONS
+from dtransformer.preference_losses import PREFERENCE_LOSSES
 from dtransformer.runs.nested_options import make_dataclass, make_list
 from dtransformer.runs.network_options import NetworkOptions, TranslationModel
 from dtransformer.runs.value_types import (
@@ -40,11 +42,11 @@ class Source:
     weight: Positive | None = None  # Relative frequency in a mixture
 
 
-Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"]
+Precision = Literal[PRECISIONS]
 Algorithm = Literal["byte_bpe", "wordpiece"]
 Mixture = Literal["repeat", "once", "first_ends"]
 Turns = Literal["assistant", "last_assistant", "all"]
-PreferenceKind = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "simpo", "orpo"]
+PreferenceKind = Literal[PREFERENCE_LOSSES]
 Divergence = Literal["forward_kl", "reverse_kl"]
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], make_list(Source, "path")]

@@ -4,6 +4,7 @@ Saved configs contain all keys, so a key with its default value is always accept
 """
 
 from dtransformer.errors import InputError, short_repr
+from dtransformer.preference_losses import REFERENCE_LOSSES
 from dtransformer.runs.config import RunConfig, yaml_key
 from dtransformer.runs.options import SECTIONS
 
@@ -50,7 +51,7 @@ _READ_ONLY_WITH = (
     ),
     ("data.num_buckets", "data.packed_length", _UNSET),
     ("training.simpo_gamma", "training.loss", ("simpo",)),
-    ("training.reference_free", "training.loss", ("sigmoid", "sigmoid_norm", "hinge", "ipo")),
+    ("training.reference_free", "training.loss", REFERENCE_LOSSES),
 )
 
 

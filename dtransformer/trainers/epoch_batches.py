@@ -24,24 +24,19 @@ class EpochBatches:
     def __init__(self, start, options, steps_per_execution, order):
         self.start = start
         self._steps_per_execution = steps_per_execution
-        data = start.data
+        samples = options.samples._replace(x=start.data)
         if options.shuffle:
             data = order.adapter(
-                data,
-                options.y,
-                options.sample_weight,
-                options.batch_size,
+                *samples,
                 options.steps_per_epoch,
                 options.shuffle,
                 options.class_weight,
             )
+            samples = samples._replace(x=data)
         self._iterator = _compat.EpochIterator(
-            x=data,
-            y=options.y,
-            sample_weight=options.sample_weight,
-            batch_size=options.batch_size,
+            **samples._asdict(),
             steps_per_epoch=options.steps_per_epoch,
-            shuffle=options.shuffle and not isinstance(data, tf.data.Dataset),
+            shuffle=options.shuffle and not isinstance(samples.x, tf.data.Dataset),
             class_weight=options.class_weight,
             steps_per_execution=steps_per_execution,
         )

@@ -110,7 +110,7 @@ class Validation:
             x=x,
             y=y,
             sample_weight=sample_weight,
-            batch_size=options.validation_batch_size or options.batch_size,
+            batch_size=options.validation_batch_size or options.samples.batch_size,
             steps_per_epoch=options.validation_steps,
             steps_per_execution=model.steps_per_execution,
         )
@@ -130,24 +130,22 @@ class Validation:
         return num_epochs in self._frequency
 
 
-def evaluate(model, runner, data, y, sample_weight, batch_size, steps, callbacks, verbose):
+def evaluate(model, runner, data, samples, steps, callbacks, verbose):
     """Evaluate data outside of `fit`.
 
     Args:
         model: The trainer.
         runner: The `StepRunner`.
         data: `InputData`.
-        y, sample_weight, batch_size, steps, callbacks, verbose: As in `Trainer.evaluate`.
+        samples: `Samples`, whose `x` is replaced by `data`.
+        steps, callbacks, verbose: As in `Trainer.evaluate`.
 
     Returns:
         A dict of floats, the logs.
     """
     verbose = chief_verbosity(verbose)
     batches = _compat.EpochIterator(
-        x=data.data,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
+        **samples._replace(x=data.data)._asdict(),
         steps_per_epoch=steps,
         steps_per_execution=model.steps_per_execution,
     )

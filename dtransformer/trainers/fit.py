@@ -18,7 +18,7 @@ from dtransformer.trainers.epoch_batches import EpochBatches
 from dtransformer.trainers.epoch_loop import EpochLoop, Validation
 from dtransformer.trainers.preemption import stop_on_signals
 from dtransformer.trainers.rank_agreement import prepare_callbacks
-from dtransformer.trainers.sample_preprocessing import PREPROCESS, preprocess_data
+from dtransformer.trainers.sample_preprocessing import Samples, preprocess_data
 from dtransformer.trainers.start_point import check_callbacks, find_start
 from dtransformer.trainers.step_errors import convert_step_errors
 
@@ -27,9 +27,7 @@ from dtransformer.trainers.step_errors import convert_step_errors
 class FitOptions:
     """Arguments of `Trainer.fit`, see there. Options that only Keras documents have its defaults."""
 
-    x: object
-    y: object
-    batch_size: int | None
+    samples: Samples
     epochs: int
     verbose: int | str
     callbacks: list | None
@@ -37,7 +35,6 @@ class FitOptions:
     validation_data: object
     shuffle: bool
     class_weight: dict | None
-    sample_weight: object
     initial_epoch: int
     steps_per_epoch: int | None
     resume: object
@@ -56,31 +53,20 @@ class FitOptions:
             self.epochs = max_epochs
         if self.validation_split and self.validation_data is None:
             arrays, self.validation_data = _compat.train_validation_split(
-                (self.x, self.y, self.sample_weight), self.validation_split
+                self.samples[:3], self.validation_split
             )
-            self.x, self.y, self.sample_weight = arrays
+            self.samples = Samples(*arrays, self.samples.batch_size)
 
     def preprocessed(self, network):
         """Return options with the data that the network's `preprocess_samples` returns."""
-        if not hasattr(network, PREPROCESS):
-            return self
-        x, y, sample_weight, batch_size = preprocess_data(
-            network, self.x, self.y, self.sample_weight, self.batch_size
-        )
+        samples = preprocess_data(network, self.samples)
         validation_data = self.validation_data
         if validation_data is not None:
-            validation_batch_size = self.validation_batch_size or self.batch_size
             arrays = keras.utils.unpack_x_y_sample_weight(validation_data)
-            rows = preprocess_data(network, *arrays, validation_batch_size)
+            batch_size = self.validation_batch_size or self.samples.batch_size
+            rows = preprocess_data(network, Samples(*arrays, batch_size))
             validation_data = keras.utils.pack_x_y_sample_weight(*rows[:3])
-        return dataclasses.replace(
-            self,
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            validation_data=validation_data,
-        )
+        return dataclasses.replace(self, samples=samples, validation_data=validation_data)
 
 
 def run_fit(trainer, program, checkpoints, options, fit_index):
@@ -94,13 +80,14 @@ def run_fit(trainer, program, checkpoints, options, fit_index):
         fit_index: Number of earlier calls. Each call shuffles arrays differently.
     """
     options = options.preprocessed(trainer.network)
-    data = prepare_data(options.x, options.shard, trainer.network)
-    check_micro_batches(data, options.batch_size)
+    samples = options.samples
+    data = prepare_data(samples.x, options.shard, trainer.network)
+    check_micro_batches(data, samples.batch_size)
     runner = program.build_steps(data.first)
     validation = Validation(trainer, runner, options)
     if options.class_weight is not None:
         labels = keras.utils.unpack_x_y_sample_weight(data.first)[1]
-        trainer.objective.check_class_weight(labels if options.y is None else options.y)
+        trainer.objective.check_class_weight(labels if samples.y is None else samples.y)
     if options.class_weight is not None and isinstance(data.data, tf.data.Dataset):
         weighted = _compat.with_class_weights(data.data, options.class_weight)
         data = data._replace(data=weighted)
@@ -108,7 +95,7 @@ def run_fit(trainer, program, checkpoints, options, fit_index):
     start = find_start(trainer.restore, data.data, trainer.steps_per_execution, options)
     order = _compat.ShuffleOrder(derived_seed("shuffle", fit_index), start.epoch)
     batches = EpochBatches(start, options, trainer.steps_per_execution, order)
-    position = DataPosition(options.x, start.batch, batches.num_batches)
+    position = DataPosition(samples.x, start.batch, batches.num_batches)
     states = CallbackStates(options.callbacks, start.restored and start.restored.path)
     checkpoints.track(position.value, states.assets)
     runner.start_training()

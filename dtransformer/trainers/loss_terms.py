@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.loss import expand_to_rank
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -198,6 +199,4 @@ def _apply_weights(values, weights):
         weights = tf.squeeze(weights, -1)
     elif rank == weight_rank + 1 and values.shape[-1] == 1 and weight_rank > 1:
         values = tf.squeeze(values, -1)
-    if weights.shape.rank < (values.shape.rank or 0):
-        weights = weights[(..., *[None] * (values.shape.rank - weights.shape.rank))]
-    return values * weights
+    return values * expand_to_rank(weights, len(values.shape))

@@ -4,7 +4,12 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.loss import CrossEntropyLoss, correct_predictions, squeeze_labels
+from dtransformer.layers.loss import (
+    CrossEntropyLoss,
+    correct_predictions,
+    expand_to_rank,
+    squeeze_labels,
+)
 from dtransformer.parallel.tracing import trace
 from dtransformer.trainers.loss_terms import LabelCounts, check_loss, check_range, loss_term
 
@@ -255,8 +260,7 @@ def _accuracy(outputs, labels, weights):
     else:
         labels_per_weight = tf.math.divide_no_nan(size, tf.cast(tf.size(weights), "float32"))
         counted = {"counted": tf.reduce_sum(tf.cast(weights, "float32")) * labels_per_weight}
-        extra = labels.shape.rank - weights.shape.rank
-        weights = weights[(..., *[None] * extra)] if extra > 0 else weights
+        weights = expand_to_rank(weights, labels.shape.rank)
     with tf.name_scope("accuracy"):
         right = correct_predictions(outputs, labels)
     if right is None:

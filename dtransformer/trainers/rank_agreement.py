@@ -69,7 +69,7 @@ class RankAgreement:
             f"The learning rate of rank {rank} is {rates[rank]:.6g} and that of rank 0 is "
             f"{rates[0]:.6g}. All ranks continue with rank 0's value. {_FIX}"
         )
-        if _has_constant_rate(self._model.optimizer):
+        if _rate_kind(self._model.optimizer) == "constant":
             self._model.optimizer.learning_rate = rates[0]
 
     def check_training(self, when):
@@ -223,10 +223,6 @@ def _first_difference(values):
 def _rate_kind(optimizer):
     rate = _compat.get_learning_rate(getattr(optimizer, "inner_optimizer", optimizer))
     return "constant" if isinstance(rate, keras.Variable) else type(rate).__name__
-
-
-def _has_constant_rate(optimizer):
-    return _rate_kind(optimizer) == "constant"
 
 
 def _warn(message):

@@ -1,10 +1,21 @@
 """Preprocessing of raw samples by the network, as in KerasHub's tasks."""
 
+import typing
+
 import keras
 import tensorflow as tf
 
 PREPROCESS = "preprocess_samples"
 _KERAS_BATCH_SIZE = 32
+
+
+class Samples(typing.NamedTuple):
+    """Data of `fit`, `evaluate` or `predict`, as in `keras.Model.fit`."""
+
+    x: object
+    y: object = None
+    sample_weight: object = None
+    batch_size: int | None = None
 
 
 def preprocess_batch(network: keras.Model, x, y=None, sample_weight=None) -> tuple:
@@ -27,7 +38,7 @@ def preprocess_batch(network: keras.Model, x, y=None, sample_weight=None) -> tup
     return keras.utils.unpack_x_y_sample_weight(batch)
 
 
-def preprocess_data(network: keras.Model, x, y=None, sample_weight=None, batch_size=None) -> tuple:
+def preprocess_data(network: keras.Model, samples: Samples) -> Samples:
     """Apply the network's preprocessing to the data of `fit`, `evaluate` or `predict`.
 
     Arrays and lists become a `tf.data.Dataset` of batches in the order of their rows, as in
@@ -35,18 +46,19 @@ def preprocess_data(network: keras.Model, x, y=None, sample_weight=None, batch_s
 
     Args:
         network: The `keras.Model`.
-        x, y, sample_weight, batch_size: As in `keras.Model.fit`.
+        samples: The `Samples`.
 
     Returns:
-        A tuple `(x, y, sample_weight, batch_size)`.
+        The preprocessed `Samples`. Without preprocessing, the argument.
 
     Raises:
         ValueError: If the data are neither arrays nor a `tf.data.Dataset`.
     """
+    x = samples.x
     is_dataset = isinstance(x, tf.data.Dataset)
     first = keras.utils.unpack_x_y_sample_weight(x.element_spec)[0] if is_dataset else x
     if hasattr(x, "as_dataset") or not _needs_preprocessing(network, first):
-        return x, y, sample_weight, batch_size
+        return samples
     dataset = x
     if not is_dataset:
         if not (hasattr(x, "shape") or tf.nest.is_nested(x)):
@@ -55,11 +67,12 @@ def preprocess_data(network: keras.Model, x, y=None, sample_weight=None, batch_s
                 f"received a {type(x).__name__}. Set its `preprocessor` to `None`, and pass batches "
                 "of the network's inputs."
             )
-        rows = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        dataset = tf.data.Dataset.from_tensor_slices(rows).batch(batch_size or _KERAS_BATCH_SIZE)
-        y = sample_weight = batch_size = None
+        rows = keras.utils.pack_x_y_sample_weight(*samples[:3])
+        dataset = tf.data.Dataset.from_tensor_slices(rows)
+        dataset = dataset.batch(samples.batch_size or _KERAS_BATCH_SIZE)
+        samples = Samples(dataset)
     dataset = dataset.map(getattr(network, PREPROCESS), num_parallel_calls=tf.data.AUTOTUNE)
-    return dataset.prefetch(tf.data.AUTOTUNE), y, sample_weight, batch_size
+    return samples._replace(x=dataset.prefetch(tf.data.AUTOTUNE))
 
 
 def _needs_preprocessing(network, x):

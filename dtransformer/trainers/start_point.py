@@ -98,7 +98,7 @@ def _start_after(restored, data, steps_per_execution, options):
         )
     epoch = position["epoch"]
     batch = position["batch"]
-    x = options.x
+    x = options.samples.x
     steps_per_epoch = options.steps_per_epoch
     if hasattr(x, "restore"):
         if steps_per_epoch:

@@ -38,7 +38,11 @@ from dtransformer.trainers.optimizer.guard import SpikeGuard
 from dtransformer.trainers.program import Program
 from dtransformer.trainers.reports import Reports
 from dtransformer.trainers.row_sharding import RowSharding
-from dtransformer.trainers.sample_preprocessing import preprocess_batch, preprocess_data
+from dtransformer.trainers.sample_preprocessing import (
+    Samples,
+    preprocess_batch,
+    preprocess_data,
+)
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
 from dtransformer.trainers.step_errors import convert_step_errors
 
@@ -253,9 +257,7 @@ class Trainer(keras.Model):
         """
         self._check_compiled("fit")
         fit_options = FitOptions(
-            x=x,
-            y=y,
-            batch_size=batch_size,
+            samples=Samples(x, y, sample_weight, batch_size),
             epochs=epochs,
             verbose=verbose,
             callbacks=callbacks,
@@ -263,7 +265,6 @@ class Trainer(keras.Model):
             validation_data=validation_data,
             shuffle=shuffle,
             class_weight=class_weight,
-            sample_weight=sample_weight,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
             resume=resume,
@@ -289,14 +290,10 @@ class Trainer(keras.Model):
     ) -> float | list | dict:
         """Compute the loss and metrics; as `keras.Model.evaluate`. `shard` is as in `fit`."""
         with job.record_activity("validating"), convert_step_errors():
-            x, y, sample_weight, batch_size = preprocess_data(
-                self.network, x, y, sample_weight, batch_size
-            )
-            data = prepare_data(x, shard, self.network)
+            samples = preprocess_data(self.network, Samples(x, y, sample_weight, batch_size))
+            data = prepare_data(samples.x, shard, self.network)
             runner = self._build_steps("evaluate", data.first)
-            logs = evaluate(
-                self, runner, data, y, sample_weight, batch_size, steps, callbacks, verbose
-            )
+            logs = evaluate(self, runner, data, samples, steps, callbacks, verbose)
             return logs if return_dict else self._program.as_list(logs)
 
     def predict(
@@ -319,11 +316,11 @@ class Trainer(keras.Model):
             NumPy arrays. Logits of a padded vocabulary have their true size.
         """
         with job.record_activity("validating"), convert_step_errors():
-            x, _, _, batch_size = preprocess_data(self.network, x, batch_size=batch_size)
-            data = prepare_data(x, shard, self.network)
+            samples = preprocess_data(self.network, Samples(x, batch_size=batch_size))
+            data = prepare_data(samples.x, shard, self.network)
             self.predict_function = self._program.predictor(data.first, data.sharding)
             verbose = chief_verbosity(verbose)
-            return super().predict(data.data, batch_size, verbose, steps, callbacks)
+            return super().predict(data.data, samples.batch_size, verbose, steps, callbacks)
 
     def make_train_function(self, force: bool = False) -> None:
         """Trace the training step again in its next call if `force` is true; as in Keras."""

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from dtransformer.planner.clusters import Cluster, get_device
-from dtransformer.planner.job import System
+from dtransformer.planner.job import ParameterBytes, System
 from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts
 from dtransformer.planner.memory import estimate_memory
 from dtransformer.planner.models import get_model
@@ -13,10 +13,9 @@ from dtransformer.planner.time import estimate_time
 from harness.published_tables.published import Measured
 
 MEGATRON = System(
-    weight_bytes=2,
-    gradient_bytes=4,
-    state_bytes=12,
-    sent_gradient_bytes=4,  # Gradients are float32, so all states have 18 bytes per parameter.
+    # Gradients are float32, so all states have 18 bytes per parameter.
+    ParameterBytes(weights=2, gradients=4, states=12),
+    sent_gradient_bytes=4,
     hidden_share=0.0,
     hides_on_mesh=True,
     repeats_last_sum=True,
@@ -42,7 +41,7 @@ def predicted_seconds(steps: list[Measured], system: System, device=None, level:
     cluster = Cluster(device or get_device("a100-80"), devices)
     model = get_model(first.model)
     layouts = measured_layouts(steps, level)
-    memory = estimate_memory(model, layouts, system, by_blocks=False)
+    memory = estimate_memory(model, layouts, system.parameter_bytes, by_blocks=False)
     return estimate_time(model, cluster, layouts, system, memory).total
 
 

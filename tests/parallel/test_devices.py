@@ -254,8 +254,8 @@ def test_memory_report_includes_nccl_buffers(monkeypatch):
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     groups = ProcessGroups(1, 4, hvd)
     groups.world_group()
-    groups.create_division([(0, 1), (0, 1), (2, 3), (2, 3)])
-    groups.create_division([(0, 2), (1, 3), (0, 2), (1, 3)])
+    for ranks in ((0, 1), (2, 3), (0, 2), (1, 3)):
+        groups.agreed(ranks)
     trainer = dense_trainer()
     trainer.train_on_batch(*points())
     assert len(trainer.memory_report().rows) == 4

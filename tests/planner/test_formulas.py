@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from dtransformer.limits import MIN_BLOCKWISE_SCORES
 from dtransformer.parallel.schedules.instruction import BACKWARD, FORWARD
 from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.parallel.schedules.schedules import SCHEDULES, instructions
@@ -14,7 +15,6 @@ from dtransformer.planner.formulas import (
     micro_batches_alive,
     saved_activation_bytes,
 )
-from dtransformer.planner.memory import BLOCKWISE_SCORES
 from dtransformer.planner.stages import stage_kinds
 
 PIPELINES = [(2, 4, 1), (4, 8, 1), (4, 16, 1), (2, 4, 2), (4, 8, 2), (4, 16, 3), (8, 32, 2)]
@@ -69,9 +69,9 @@ def test_activation_bytes_match_published_values(expected, choice):
 def test_blockwise_attention_has_the_same_threshold_as_layers():
     from dtransformer.layers import attention_core
 
-    below = attention_core.chosen_implementation("auto", 1, BLOCKWISE_SCORES - 1)
+    below = attention_core.chosen_implementation("auto", 1, MIN_BLOCKWISE_SCORES - 1)
     assert below == "reference"
-    assert attention_core.chosen_implementation("auto", 1, BLOCKWISE_SCORES) == "blockwise"
+    assert attention_core.chosen_implementation("auto", 1, MIN_BLOCKWISE_SCORES) == "blockwise"
 
 
 def test_stages_contain_all_blocks():

@@ -9,15 +9,11 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss, SequenceHead
-from dtransformer.layers.preference import (
-    MEAN_LOSSES,
-    PreferenceLoss,
-    RewardLoss,
-    SequenceLogProbability,
-)
+from dtransformer.layers.preference import PreferenceLoss, RewardLoss, SequenceLogProbability
 from dtransformer.models import from_pretrained, load_lora
 from dtransformer.models.one_stack import with_task_head
 from dtransformer.models.pairs import GroupModel
+from dtransformer.preference_losses import MEAN_LOSSES
 from dtransformer.runs.tasks.kto import KTOLoss
 from tests.models.pretrained.published import with_transformers
 

@@ -156,5 +156,5 @@ def test_preview_counts_the_adapters_that_patterns_match(targets):
     expected = sum(weight.shape.num_elements() for weight in network.trainable_variables)
     config.training.ema = 0.9  # one more state than AdamW's two
     job = plan_run(config, Cluster(get_device("h100-80"), 1)).job
-    assert job.averages and job.system().state_bytes == 3 * 4
+    assert job.averages and job.system().parameter_bytes.states == 3 * 4
     assert get_run_shape(config, 16).trained_parameters() == expected

@@ -8,11 +8,12 @@ import tensorflow as tf
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability
+from dtransformer.limits import MAX_LOGIT_BYTES
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tensor_parallel import chunked_cross_entropy
-from dtransformer.planner import memory as planned_memory
+from dtransformer.reports.audit import needed_operations
 from dtransformer.trainers import Trainer
 from tests import on_mesh
 from tests.shared_runs import on_ranks
@@ -143,19 +144,9 @@ def stored_shapes(chunk_tokens):
             value = loss(network(inputs, training=True), labels)
         return tape.gradient(value, kernel.value)
 
-    concrete = compute.get_concrete_function(*map(tf.constant, batch_without_ignored()))
-    graph = concrete.graph
-    # Only operations that the results depend on run.
-    pending = [x.op for x in concrete.outputs]
-    needed = {}
-    while pending:
-        operation = pending.pop()
-        if operation.name not in needed:
-            needed[operation.name] = operation
-            pending += [x.op for x in operation.inputs]
-            pending += operation.control_inputs
-    assert set(needed) <= {operation.name for operation in graph.get_operations()}
-    return {tuple(x.shape) for operation in needed.values() for x in operation.outputs if x.shape}
+    batch_of_tensors = map(tf.constant, batch_without_ignored())
+    needed = needed_operations(compute.get_concrete_function(*batch_of_tensors).graph)
+    return {tuple(x.shape) for operation in needed for x in operation.outputs if x.shape}
 
 
 def batch_without_ignored():
@@ -225,7 +216,7 @@ def test_auto_limits_float32_logits_to_256_mib(shape, vocab_size, expected):
         chunked_cross_entropy.attach_product(logits, inputs, kernel, [], False, tf.identity)
         assert chunked_cross_entropy.chunk_size(logits) == expected
         assert chunked_cross_entropy.chunk_size(logits, None) is None
-    assert planned_memory.MAX_LOGIT_BYTES == chunked_cross_entropy.MAX_LOGIT_BYTES == 2**28
+    assert MAX_LOGIT_BYTES == 2**28
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

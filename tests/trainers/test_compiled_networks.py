@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.sample_preprocessing import preprocess_data
+from dtransformer.trainers.sample_preprocessing import Samples, preprocess_data
 from tests.shared_runs import on_ranks
 
 ROWS, FEATURES, CLASSES = 24, 6, 3
@@ -189,9 +189,9 @@ def test_preprocessed_data_are_used_as_they_are():
     network = PreprocessingModel()
     (name,) = [symbol.name for symbol in network.inputs]
     for inputs in ({name: X}, tf.data.Dataset.from_tensors({name: X})):
-        assert preprocess_data(network, inputs)[0] is inputs
+        assert preprocess_data(network, Samples(inputs)).x is inputs
     network.preprocessor = None
-    x, y, *_ = preprocess_data(network, X, Y)
+    x, y, *_ = preprocess_data(network, Samples(X, Y))
     assert x is X and y is Y
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.cached_attention import count_tokens
 from dtransformer.models.generation.logits_rules import NO_TOKEN
 from dtransformer.parallel.decoding.loops import Search
 from dtransformer.parallel.mesh.axis_rules import constrain
@@ -91,32 +92,21 @@ class Continuation(CachedDecoding):
         is_bidirectional = model.arguments["prefix"]
         prompts = source if is_bidirectional else source[:, :-1]
         is_token = prompts != NO_TOKEN
-        x, _ = model.embed(tf.where(is_token, prompts, 0), start=-_count(~is_token))
+        x, _ = model.embed(tf.where(is_token, prompts, 0), start=-count_tokens(~is_token))
         mask = Segments(is_token, is_token, is_token if is_bidirectional else None)
         _, caches = model.blocks.prefill(x, capacity, mask, num_hypotheses=self.search.num_beams)
         if is_bidirectional:
-            return [_without_last_position(cache) for cache in caches]
+            # The cache of a block on another pipeline stage is `()`.
+            return [cache and cache.without_last_prompt_position() for cache in caches]
         return caches
 
     def _decode_step(self, state, caches, memory_mask, mask):
         model = self._model
-        start = tf.repeat(_count(memory_mask), self.search.num_beams) + state["position"]
+        start = tf.repeat(count_tokens(memory_mask), self.search.num_beams) + state["position"]
         x, table = model.embed(state["last"][:, None], start=start)
         x, caches = model.blocks.decode_step(x, caches, mask, prompt_mask=memory_mask)
         logits = constrain(model.head(x, table), ("batch", None, None))[:, 0, : model.vocab_size]
         return tf.cast(logits, "float32"), caches
-
-
-def _without_last_position(cache):
-    """Return a block's cache without the last position of the prompts.
-
-    The cache is `()` if another pipeline stage has the block.
-    """
-    return cache.without_last_prompt_position() if cache else cache
-
-
-def _count(mask):
-    return tf.reduce_sum(tf.cast(mask, "int32"), axis=1)
 
 
 def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = None) -> np.ndarray:

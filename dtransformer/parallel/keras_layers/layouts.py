@@ -71,8 +71,8 @@ def weight_layouts(
     if config.layout_map is not None:
         return _mapped_layouts(layers, config.layout_map, sizes)
     layouts = {}
-    for layer, columns_before, is_last in _products_in_order(layers):
-        for variable, letters, letter, rule in _apply_rules(layer, columns_before, is_last, config):
+    for layer, product in _products_in_order(layers):
+        for variable, letters, letter, rule in _apply_rules(layer, product, config):
             specs = tuple(_MODEL if x == letter else None for x in letters)
             layouts[id(variable)] = _checked(variable, specs, rule, sizes)
     for layer in layers:
@@ -145,24 +145,22 @@ def _mapped_layouts(layers, layout_map, sizes):
 # Default rules.
 
 
-def _products_in_order(layers) -> Iterator[tuple[keras.layers.Layer, int, bool]]:
-    """Yield `(layer, columns_before, is_last)` for products and tables; see `rules.Product`."""
-    products = [layer for layer in layers if _kernel(layer) is not None]
-    before = {}
+def _products_in_order(layers) -> Iterator[tuple[keras.layers.Layer, rules.Product | None]]:
+    """Yield `(layer, product)` for products and tables. The product of a table is `None`."""
+    dense = [layer for layer in layers if _kernel(layer) is not None]
+    products = {id(layer): _product(layer, layer is dense[-1]) for layer in dense}
     for parent in layers:
         columns = 0
         for layer in _compat.flat_layers(parent, include_self=False, recursive=False):
-            if _kernel(layer) is not None:
-                before[id(layer)] = columns
-                product = _product(layer, columns)
+            if id(layer) in products:
+                product = dataclasses.replace(products[id(layer)], columns_before=columns)
+                products[id(layer)] = product
                 rule = rules.find_rule(product)
                 is_columns = rule is not None and rule.name == "columns"
                 columns = product.num_outputs if is_columns else 0
     for layer in layers:
-        if _kernel(layer) is not None:
-            yield layer, before.get(id(layer), 0), layer is products[-1]
-        elif isinstance(layer, keras.layers.Embedding):
-            yield layer, 0, False
+        if id(layer) in products or isinstance(layer, keras.layers.Embedding):
+            yield layer, products.get(id(layer))
 
 
 def _kernel(layer):
@@ -172,20 +170,19 @@ def _kernel(layer):
     return next((weight for weight in get_direct_weights(layer) if weight.name == "kernel"), None)
 
 
-def _product(layer, columns_before=0, is_last=False):
+def _product(layer, is_last):
     """Return the `rules.Product` of a built `Dense` or `EinsumDense` layer."""
     is_einsum = isinstance(layer, keras.layers.EinsumDense)
     equation = layer.equation if is_einsum else rules.DENSE
     bias_axes = (layer.bias_axes or "") if is_einsum else equation[-1]
-    product = rules.Product(equation, bias_axes, {}, columns_before, is_last)
+    product = rules.Product(equation, bias_axes, {}, is_last=is_last)
     sizes = dict(zip(product.kernel, _kernel(layer).shape))
     return dataclasses.replace(product, sizes=sizes)
 
 
-def _apply_rules(layer, columns_before, is_last, config):
+def _apply_rules(layer, product, config):
     """Yield `(variable, letters, letter, rule)` for the weights of a layer that a rule covers."""
-    if _kernel(layer) is not None:
-        product = _product(layer, columns_before, is_last)
+    if product is not None:
         rule = rules.find_rule(product)
         if rule is None:
             return

@@ -31,9 +31,6 @@ class Job:
     groups: ProcessGroups = dataclasses.field(default_factory=ProcessGroups)
     seed: int = 0
     is_joined: bool = False
-    model_parallel_group: Group | None = None
-    data_parallel_group: Group | None = None
-    pipeline_group: Group | None = None
     mesh: object = None
     # Numbers of ranks in the meshes that this process has used.
     meshes: frozenset[int] = frozenset()
@@ -120,17 +117,17 @@ def horovod() -> types.ModuleType | None:
 
 def model_parallel_group() -> Group:
     """Return the `Group` of the ranks in this rank's mesh."""
-    return current().model_parallel_group or world_group()
+    return agreed_group(topology().model_parallel_group(rank()))
 
 
 def data_parallel_group() -> Group:
     """Return the `Group` of the ranks that have the same weight shards as this rank."""
-    return current().data_parallel_group or world_group()
+    return agreed_group(topology().data_parallel_group(rank()))
 
 
 def pipeline_group() -> Group:
     """Return the `Group` of the ranks that have the stages of this rank's replica."""
-    return current().pipeline_group or agreed_group([rank()])
+    return agreed_group(topology().pipeline_group(rank()))
 
 
 def stage() -> tuple[int, int]:

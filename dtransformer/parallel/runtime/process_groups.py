@@ -120,15 +120,6 @@ class ProcessGroups:
             self._groups[ranks] = Group(ranks, index, self._process_set(ranks))
         return self._groups[ranks]
 
-    def create_division(self, group_of_rank: list) -> Group:
-        """Create every group of a division of the job and return this rank's group.
-
-        Args:
-            group_of_rank: List with a tuple for each rank: the ranks of its group.
-        """
-        groups = {ranks: self.agreed(ranks) for ranks in dict.fromkeys(group_of_rank)}
-        return groups[group_of_rank[self._rank]]
-
     def find(self, ranks: Iterable[int]) -> Group | None:
         """Return the group of `ranks`, or `None` if no group of them exists in any order."""
         ranks = tuple(ranks)

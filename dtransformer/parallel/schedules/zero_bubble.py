@@ -13,6 +13,7 @@ import itertools
 
 from dtransformer.parallel.schedules.instruction import (
     BACKWARD,
+    COMPUTATIONS,
     FORWARD,
     WEIGHT_GRADIENTS,
     Instruction,
@@ -79,7 +80,7 @@ def _by_priority(placement, num_micro_batches):
     def choices(stage):
         early, late = placement.get_chunks(stage)
         counts_by_pass = {
-            (kind, c): counts.get((kind, c), 0) for kind in _KINDS for c in (early, late)
+            (kind, c): counts.get((kind, c), 0) for kind in COMPUTATIONS for c in (early, late)
         }
         alive = sum(
             counts_by_pass[FORWARD, c] - counts_by_pass[WEIGHT_GRADIENTS, c] for c in (early, late)
@@ -115,8 +116,5 @@ def _by_priority(placement, num_micro_batches):
                 counts.get((instruction.kind, instruction.chunk), 0) + 1
             )
             done[instruction] = time + 1
-        if all(len(order) == 2 * len(_KINDS) * m for order in orders):
+        if all(len(order) == 2 * len(COMPUTATIONS) * m for order in orders):
             return tuple(map(tuple, orders))
-
-
-_KINDS = (FORWARD, BACKWARD, WEIGHT_GRADIENTS)

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.limits import MAX_LOGIT_BYTES
 from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient, depend_on
 from dtransformer.parallel.ops.low_rank import get_low_rank
@@ -26,7 +27,6 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.zero.gather import copied_variable
 from dtransformer.parallel.zero.units import is_gathered
 
-MAX_LOGIT_BYTES = 2**28  # Float32 logits of a chunk on a device.
 # Assumed number of tokens of a batch with an unknown size.
 _UNKNOWN_SIZE = 8192
 

@@ -1,16 +1,13 @@
 """Projections into attention heads: one product for all projections of an input."""
 
-import keras
 import tensorflow as tf
 
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.ops.split_backward import is_split
-from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
+from dtransformer.parallel.tensor_parallel.linear import Weight, column_parallel, matmul
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
-
-Weight = tf.Tensor | keras.Variable
 
 
 def project_to_heads(

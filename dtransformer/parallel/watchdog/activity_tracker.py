@@ -146,7 +146,7 @@ class ActivityTracker:
         if self._kind == "saving" and waits:  # The main thread waits for a thread that writes.
             since, collective = min(waits.values())
             return max(since, self._start), collective, False
-        call = _compat.current_function_call(main)
+        call = _compat.current_function_call(threading.main_thread())
         if call != self._call[0]:
             self._call = call, now
         # A function that uses no CPU time may be waiting in one of its collectives.

@@ -75,8 +75,8 @@ def leave(line: str, seconds: float) -> None:
         seconds: Time to wait before the exit, so that the other ranks can print their lines.
     """
     _exit_in(seconds + 3 * _SECONDS_TO_WRITE)  # Exit even if the writes below block.
-    _run_with_timeout(_SECONDS_TO_WRITE, lambda: os.write(2, f"{line}\n".encode()))
-    _run_with_timeout(_SECONDS_TO_WRITE, lambda: (sys.stdout.flush(), sys.stderr.flush()))
+    _run_with_timeout(lambda: os.write(2, f"{line}\n".encode()))
+    _run_with_timeout(lambda: (sys.stdout.flush(), sys.stderr.flush()))
     _exit_in(max(seconds, _MIN_DELAY))
 
 
@@ -103,8 +103,8 @@ def _exit_in(seconds):
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
-def _run_with_timeout(seconds: float, action: Callable) -> None:
-    """Run an action that may block in a thread, and wait for it for at most `seconds`."""
+def _run_with_timeout(action: Callable) -> None:
+    """Run an action that may block in a thread, and wait for at most `_SECONDS_TO_WRITE`."""
 
     def run():
         with contextlib.suppress(Exception):
@@ -112,7 +112,7 @@ def _run_with_timeout(seconds: float, action: Callable) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(_SECONDS_TO_WRITE)
 
 
 class Watchdog:

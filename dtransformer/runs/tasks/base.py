@@ -280,16 +280,16 @@ class Task(abc.ABC):
         """Set `tokenizer` to the tokenizer in a run folder."""
         self.tokenizer = load_tokenizer(run / TOKENIZER)
 
-    def require_option(self, section: str, key: str) -> Any:
-        """Return a required option.
+    def require_option(self, key: str) -> Any:
+        """Return a required option of the section `data`.
 
         Raises:
             InputError: If it is missing or empty.
         """
-        value = getattr(getattr(self.config, section), key, None)
+        value = getattr(self.config.data, key, None)
         if not value:
             raise InputError(
-                f"`{section}.{key}` is missing, and task {self.config.task} requires it. Add it to the "
-                f"config, or pass --set {section}.{key}=FILE."
+                f"`data.{key}` is missing, and task {self.config.task} requires it. Add it to the "
+                f"config, or pass --set data.{key}=FILE."
             )
         return value

@@ -36,7 +36,7 @@ class DocumentTask(Task):
         self.shards = {}
         options = self.config.data
         if part in (None, "train"):
-            self.require_option("data", "train")
+            self.require_option("train")
         self._check_prepared()
         if self.old_run is not None:
             self.load_tokenizer(self.old_run)

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from dtransformer.datasets.record_batches import cut_sequences
 from dtransformer.datasets.records import get_labeled_answer
-from dtransformer.datasets.tool_calls import get_tools
 from dtransformer.errors import InputError
 from dtransformer.layers.preference import SequenceLogProbability
 from dtransformer.models import CausalLM
@@ -88,15 +87,14 @@ class KTO(PairTask):
         places = []
         for index, (prompt, answer, _) in enumerate(answers):
             place, record = records[index]
-            tools = get_tools(record, place) if isinstance(prompt, list) else ()
             unrelated = answers[index - 1][1]
             if isinstance(unrelated, str) != isinstance(answer, str):
                 raise InputError(
                     f"{place}: prompts and completions of all records must be texts, or messages in "
                     "all records."
                 )
-            texts.append(self.render_answer(prompt, answer, place, tools))
-            texts.append(self.render_answer(prompt, unrelated, place, tools))
+            texts.append(self.render_answer(prompt, answer, place, record))
+            texts.append(self.render_answer(prompt, unrelated, place, record))
             places += [place, place]
         rows = self.encode_rendered(texts, places)
         # A long unrelated answer must not exclude the record.

@@ -8,15 +8,10 @@ from dtransformer.datasets.chat_records import Rendered, conversation
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import get_preference
 from dtransformer.datasets.tool_calls import get_tools
-from dtransformer.layers.preference import (
-    MEAN_LOSSES,
-    REFERENCE_LOSSES,
-    PreferenceLoss,
-    SequenceLogProbability,
-    margins,
-)
+from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime import job
+from dtransformer.preference_losses import MEAN_LOSSES, REFERENCE_LOSSES
 from dtransformer.runs.tasks.chat import ChatRecords
 
 
@@ -35,21 +30,21 @@ class PairTask(ChatRecords):
         places = []
         for place, record in records:
             prompt, *answers = get_preference(record, place)
-            tools = get_tools(record, place) if isinstance(prompt, list) else ()
             for answer in answers:
-                texts.append(self.render_answer(prompt, answer, place, tools))
+                texts.append(self.render_answer(prompt, answer, place, record))
                 places.append(place)
         rows = self.encode_rendered(texts, places)
         pairs = list(zip(rows[::2], rows[1::2]))
         return pairs, [self.target(record, place) for place, record in records]
 
-    def render_answer(self, prompt, answer, place, tools) -> Rendered:
+    def render_answer(self, prompt, answer, place, record) -> Rendered:
         """Return a prompt and its answer as text; only the answer has labels."""
         if isinstance(prompt, str):
             text = prompt + answer
             return Rendered(text, [(len(prompt), len(text))], True)
         before = [{**turn, "train": False} for turn in prompt]
-        return conversation([*before, *answer], self.template, "assistant", place, tools)
+        turns = [*before, *answer]
+        return conversation(turns, self.template, "assistant", place, get_tools(record, place))
 
     def target(self, record, place) -> list[float]:
         """Return the two targets of a record for the loss."""

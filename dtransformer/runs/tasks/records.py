@@ -35,7 +35,7 @@ class RecordTask(Task):
 
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
-            self.require_option("data", "train")
+            self.require_option("train")
         parts = {}
         for name in PARTS:
             sources = getattr(self.config.data, name)

@@ -33,7 +33,7 @@ class Translation(Task):
         paths = [getattr(self.config.data, key) for key in keys]
         if keys == _KEYS["dev"] and not any(paths):
             return None
-        return read_pairs(*(self.require_option("data", key) for key in keys))
+        return read_pairs(*(self.require_option(key) for key in keys))
 
     def _clean_pairs(self, pairs):
         """Return the training pairs without empty, unbalanced and, if requested, repeated pairs."""

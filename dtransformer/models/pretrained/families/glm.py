@@ -13,7 +13,7 @@ from dtransformer.models.pretrained.families.experts import (
     deepseek_experts,
 )
 from dtransformer.models.pretrained.families.family import Family, llama_keys
-from dtransformer.models.pretrained.families.keys import Key, epsilon, head_dim, kv_heads
+from dtransformer.models.pretrained.families.keys import Key, choice, epsilon, head_dim, kv_heads
 
 _KEYS = llama_keys(
     kv_heads(2),
@@ -49,10 +49,6 @@ GLM4 = Family(
 )
 
 
-def _qk_norm(has_norm):
-    return "rms_norm" if has_norm else None
-
-
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     keys=llama_keys(
@@ -60,7 +56,7 @@ GLM4_MOE = Family(
         epsilon(1e-5, same=("qk_norm_epsilon",)),
         Blocks(Rotary(fraction=0.5), dense_blocks=FirstDenseBlocks(1)),
         Key("attention_bias", "qkv_bias", False),
-        Key("use_qk_norm", "qk_norm", False, _qk_norm, bool),
+        choice("use_qk_norm", "qk_norm", False, {True: "rms_norm", False: None}),
         deepseek_experts(
             n_routed_experts=128,
             num_experts_per_tok=8,
