@@ -18,6 +18,7 @@ from dtransformer.parallel.keras_layers.layouts import WeightLayout, weight_layo
 from dtransformer.parallel.variable_factory import shapes_alone
 from dtransformer.planner.job import OPTIMIZERS
 from dtransformer.tables import columns
+from dtransformer.trainers import Muon
 
 _GIB = 2**30
 _MAX_LISTED = 10
@@ -67,9 +68,8 @@ def run_keras_plan(arguments: argparse.Namespace) -> None:
             f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {short_repr(arguments.optimizer)}."
         )
     network = import_network(arguments.model)
-    num_states = OPTIMIZERS[arguments.optimizer]
-    degrees = divisors(arguments.devices)
-    rows = [keras_layout(network, arguments.devices, degree, num_states) for degree in degrees]
+    devices = arguments.devices
+    rows = [keras_layout(network, devices, x, arguments.optimizer) for x in divisors(devices)]
     if arguments.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return
@@ -107,7 +107,7 @@ def import_network(name: str) -> keras.Model:
 
 
 def keras_layout(
-    network: keras.Model, devices: int, model_parallel: int, num_states: int
+    network: keras.Model, devices: int, model_parallel: int, optimizer: str
 ) -> KerasLayout:
     """Return the bytes per device of a built Keras model under a layout.
 
@@ -115,7 +115,7 @@ def keras_layout(
         network: Built `keras.Model`. Values are not needed.
         devices: Integer. Number of devices.
         model_parallel: Integer. Number of weight shards. It divides `devices`.
-        num_states: Integer. Values per trained parameter that the optimizer stores.
+        optimizer: String. Name of the optimizer, a key of `planner.job.OPTIMIZERS`.
     """
     data_parallel = devices // model_parallel
     layouts = _layouts(network, model_parallel)
@@ -127,12 +127,21 @@ def keras_layout(
     }
     trained = [layout for layout in layouts if layout.variable.trainable]
     weights = sum(stored[id(x)] * tf.as_dtype(x.variable.dtype).size for x in layouts)
-    values = sum(stored[id(x)] * tf.as_dtype(x.variable.dtype).size for x in trained)
-    states = values * num_states
+    states = sum(
+        stored[id(x)] * tf.as_dtype(x.variable.dtype).size * _num_states(x.variable, optimizer)
+        for x in trained
+    )
     fraction = sharded / total if model_parallel > 1 else 0.0
     return KerasLayout(
         data_parallel, model_parallel, fraction, weights, states, -(-states // data_parallel)
     )
+
+
+def _num_states(variable, optimizer):
+    """Return the number of state values per parameter. Muon updates some weights with AdamW."""
+    if optimizer == "muon" and Muon().matrix_shape(variable) is None:
+        return OPTIMIZERS["adamw"]
+    return OPTIMIZERS[optimizer]
 
 
 def _layouts(network, model_parallel) -> list[WeightLayout]:

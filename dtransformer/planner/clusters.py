@@ -29,6 +29,12 @@ class Constants:
         inside_share: Fraction of the link bandwidth inside a node that a ring reaches.
         between_share: Fraction of the network bandwidth that a ring reaches.
         hop_us: Latency of one ring step in microseconds, independent of its size.
+        half_head_features: The value of `half_features` for products with attention scores.
+            Defaults to `half_features`.
+        attention_share: Fraction of the peak FLOP/s that fused attention reaches, forward and
+            backward pass together. 0 if the device has no such kernels.
+        slowdown: Time of this library's forward and backward passes, divided by the time that
+            the other values predict.
         source: Origin of these values.
     """
 
@@ -40,6 +46,9 @@ class Constants:
     inside_share: float
     between_share: float
     hop_us: float
+    half_head_features: float | None = None
+    attention_share: float = 0.0
+    slowdown: float = 1.0
     source: str = ""
 
 
@@ -106,13 +115,13 @@ class Device:
 
         Example:
 
-        >>> get_device("h100").accuracy().split(".")[0]
-        'No step on this GPU was compared with a measured one'
+        >>> get_device("h200").accuracy().split(".")[0]
+        'No job on several of these GPUs was compared with a measured one'
         """
-        kind = {"measured": "measured", CPU.source: "cpu"}.get(self.source, "custom")
+        texts = _TABLES["accuracy"]
         if self == DEVICES.get(self.name):
-            kind = "a100" if self.name.startswith("a100") else "gpu"
-        return _TABLES["accuracy"][kind]
+            return texts.get(self.name[:4], texts["gpu"])
+        return texts[{"measured": "measured", CPU.source: "cpu"}.get(self.source, "custom")]
 
 
 _NVIDIA = "NVIDIA's data sheets; 16 bits dense, TF32 dense for float32"
@@ -121,6 +130,7 @@ _NVIDIA = "NVIDIA's data sheets; 16 bits dense, TF32 dense for float32"
 def _device(name, *figures):
     has_bfloat16 = not name.startswith("v100")
     constants = A100 if name[:4] in ("v100", "a100") else HOPPER
+    constants = dataclasses.replace(constants, **_TABLES["constants"].get(name[:4], {}))
     return Device(name, *figures, 8, constants, _NVIDIA, has_bfloat16=has_bfloat16)
 
 

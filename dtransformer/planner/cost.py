@@ -6,7 +6,7 @@ import numpy as np
 
 from dtransformer.parallel.config.config import NOT_ELEMENTWISE, TransformerOpParallelConfig
 from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.job import Job
+from dtransformer.planner.job import REFERENCE, Job
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.memory import Memory, estimate_memory
 from dtransformer.planner.shape import ModelShape
@@ -21,7 +21,9 @@ class Cost:
         layout: Short description of the layout.
         config: `TransformerOpParallelConfig` that trains with the layout.
         micro_batch: Sequences of one micro-batch of a replica.
-        step_seconds: Seconds per step.
+        step_seconds: Seconds per step of this library.
+        reference_seconds: Seconds per step of the `REFERENCE` system with the same layout. `None`
+            in float32, and for devices without figures for fused attention.
         tokens_per_second: Tokens per second over all devices. Encoder-decoder models count
             target tokens only.
         flops_share: Model FLOPs utilization: fraction of the devices' peak, without
@@ -39,6 +41,7 @@ class Cost:
     config: TransformerOpParallelConfig
     micro_batch: int
     step_seconds: float
+    reference_seconds: float | None
     tokens_per_second: float
     flops_share: float
     seconds_by_kind: dict
@@ -99,6 +102,7 @@ def build_cost(
         config=_layout_config(layouts, index, job),
         micro_batch=int(layouts.micro_batch[index]),
         step_seconds=step,
+        reference_seconds=_reference_seconds(model, cluster, job, layouts[[index]]),
         tokens_per_second=job.global_batch * model.sequence_length / step,
         flops_share=float(np.divide(flops, step * peak * cluster.num_devices)),
         seconds_by_kind=seconds,
@@ -109,6 +113,13 @@ def build_cost(
             layouts.techniques[index] - layouts.level[index] - layouts.reduces[index]
         ),
     )
+
+
+def _reference_seconds(model, cluster, job, layouts):
+    if not (job.is_mixed and cluster.device.constants.attention_share):
+        return None
+    memory = estimate_memory(model, layouts, REFERENCE.parameter_bytes)
+    return float(estimate_time(model, cluster, layouts, REFERENCE, memory).total[0])
 
 
 def _layout_config(layouts, index, job):

@@ -8,6 +8,7 @@ import numpy as np
 from dtransformer.errors import InputError, check_int, short_repr
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
+from dtransformer.planner.layouts import Layouts
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 # Float32 state values per parameter. Adafactor's row and column statistics are negligible.
@@ -73,6 +74,12 @@ class System:
             logit for cross entropy.
         sum_bytes: Bytes per element in sums over the model axis. `None` uses the size of an
             activation.
+        kernels: "unfused" if attention scores are written to memory, "fused" if fused kernels
+            compute attention, or "library" for this library, which fuses attention except on
+            meshes and takes `Constants.slowdown` times longer.
+        logit_items: Items that the head and the loss read and write per logit.
+        hidden_sum_share: Fraction of the sums over the model axis and of the sends between stages
+            that overlaps with products.
     """
 
     parameter_bytes: ParameterBytes
@@ -87,6 +94,27 @@ class System:
     mesh_waits: int = 0
     loss_sums: int = 3
     sum_bytes: int | None = None
+    kernels: str = "unfused"
+    logit_items: int = 10
+    hidden_sum_share: float = 0.0
+
+    def fuses_attention(self, layouts: Layouts):
+        """Return whether fused kernels compute attention, as a Boolean or an array [N]."""
+        return self.kernels == "fused" or (self.kernels == "library") & ~layouts.is_on_mesh
+
+
+# Megatron-LM with fused attention, sharded optimizer states and overlapped communication.
+REFERENCE = System(
+    ParameterBytes(weights=2, gradients=4, states=12),
+    sent_gradient_bytes=3,  # Gradients are reduced as float32, new weights gathered as bfloat16.
+    hidden_share=0.9,
+    hides_on_mesh=True,
+    shards_sends=True,
+    kernels="fused",
+    # Its loss casts logits to float32 and passes over them five times, and twice over gradients.
+    logit_items=29,
+    hidden_sum_share=0.5,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,4 +213,5 @@ class Job:
             loss_sums=5,  # Accuracy needs two more than the loss.
             # DTensor sends bfloat16 as float32.
             sum_bytes=4 if "bfloat16" in (self.precision or "") else None,
+            kernels="library",
         )

@@ -25,7 +25,8 @@ class Memory(typing.NamedTuple):
         weights, gradients, states: Model weights, their gradients and the optimizer's states.
         activations: Activations that blocks save for their backward pass.
         logits: Logits with their gradient, and saved embeddings.
-        buffers: Unsharded weights of blocks at level 3, reduction buckets at levels 1 and 2.
+        buffers: Unsharded weights of blocks at level 3. Reduction buckets at levels 1 and 2, or the
+            gradients of a model chunk if pipelines reduce each micro-batch.
     """
 
     weights: np.ndarray
@@ -174,6 +175,10 @@ def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, aliv
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
     bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
+    # Pipelines reduce the gradients of all weights of a chunk together.
+    reduces_chunks = (layouts.reduces > 0) & (layouts.stage > 1)
+    chunk = np.where(reduces_chunks, trained / layouts.chunks * weights, 0)
+    bucket = np.maximum(bucket, chunk)
     totals["buffers"] = np.where(
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )

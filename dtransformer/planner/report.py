@@ -25,6 +25,10 @@ _KIND_NAMES = {
     "reduction": "gradient reduction, exposed part",
     "update": "optimizer update",
 }
+_REFERENCE = (
+    "Reference system: the same layout in Megatron-LM, with fused kernels and overlapped communication. "
+    "All other figures are for this library."
+)
 _ASSUMPTIONS = (
     "Assumptions: devices and links keep their speed; reading data takes no time; half of the gradient "
     "reduction overlaps with the backward pass (none on a mesh or in a pipeline); 8% of the memory "
@@ -52,19 +56,26 @@ def plan_to_text(plan: Plan, tokens: float | None = None) -> str:
         "",
     ]
     header = ["", "layout", "s/step", "tokens/s", "of peak", "GB/device"]
+    has_reference = best.reference_seconds is not None
+    if has_reference:
+        header.insert(3, "reference s/step")
     if tokens:
         kind = "CPU" if plan.cluster.device.name == "cpu" else "GPU"
         header += ["hours", f"{kind}-hours"]
     rows = [header]
     for i, cost in enumerate(plan.costs, start=1):
-        speed = f"{cost.step_seconds:,.4g}", f"{cost.tokens_per_second:,.0f}"
-        shares = f"{cost.flops_share:.1%}", f"{cost.memory_bytes / 1e9:,.3g}"
-        row = [i, cost.layout, *speed, *shares]
+        row = [i, cost.layout, f"{cost.step_seconds:,.4g}"]
+        if has_reference:
+            row.append(f"{cost.reference_seconds:,.4g}")
+        row += [f"{cost.tokens_per_second:,.0f}", f"{cost.flops_share:.1%}"]
+        row.append(f"{cost.memory_bytes / 1e9:,.3g}")
         if tokens:
             hours = training_hours(cost, tokens)
             row += [_hours_text(hours), _hours_text(hours * plan.cluster.num_devices)]
         rows.append(row)
     lines += columns(rows, right=(0, *range(2, len(header))))
+    if has_reference:
+        lines += ["", _REFERENCE]
     lines += ["", *_cost_tables(best), ""]
     if plan.fits:
         lines.append(f"Recommended: layout 1. {plan.why}")

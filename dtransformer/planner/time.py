@@ -208,11 +208,13 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
     t = layouts.model
     c = layouts.context
     full = layouts.recompute == 2
+    slowdown = cluster.device.constants.slowdown if system.kernels == "library" else 1.0
+    exposed = 1 - system.hidden_sum_share
     parts = []
 
     def all_reduce(elements, element_bytes=sum_bytes):
         num_bytes = elements * element_bytes
-        return collective_seconds(cluster, "all-reduce", num_bytes, groups["model"])
+        return exposed * collective_seconds(cluster, "all-reduce", num_bytes, groups["model"])
 
     def unsharded(num_bytes, is_trained, passes=2, group=groups["data"]):
         """Return the seconds of the weights' all-gathers and, if trained, their reduce-scatter."""
@@ -222,7 +224,8 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
         return np.where(layouts.level >= 3, seconds, 0.0)
 
     for kind in model.kinds:
-        passes = block_passes(cluster.device, model, kind, layouts, is_16_bit)
+        is_fused = system.fuses_attention(layouts)
+        passes = block_passes(cluster.device, model, kind, layouts, is_16_bit, is_fused)
         elements = b * kind.length / c * model.config.hidden_size
         sublayers = len(kind.attended) + 1
         sums = np.where(
@@ -246,8 +249,8 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
         unsharding += unsharded(expert_bytes / layouts.expert, *passes_of_weights, expert_groups)
         parts.append(
             {
-                "products": passes.forward + passes.backward,
-                "recompute": passes.repeated,
+                "products": slowdown * (passes.forward + passes.backward),
+                "recompute": slowdown * passes.repeated,
                 "model_parallel": sums * all_reduce(elements),
                 "context_parallel": passed
                 * collective_seconds(cluster, "all-gather", key_bytes, groups["context"]),
@@ -266,11 +269,12 @@ def _micro_batch_times(model, cluster, layouts, system, is_16_bit, sum_bytes):
         "unsharding": unsharded(_table_elements(model, layouts) * item, model.trains_tables),
     }
     head = {
-        "products": head_seconds(cluster.device, model, layouts, is_16_bit),
+        "products": slowdown
+        * head_seconds(cluster.device, model, layouts, is_16_bit, system.logit_items),
         # The head sums the gradient of its input, and the loss sums one number per token.
         "model_parallel": all_reduce(elements) + system.loss_sums * all_reduce(b * length / c, 4),
     }
-    sends = 2 * send_seconds(cluster, elements * item / shards, groups["stage"].stride)
+    sends = 2 * exposed * send_seconds(cluster, elements * item / shards, groups["stage"].stride)
     return [*parts, embedding, head], sends
 
 
@@ -291,8 +295,10 @@ def _reduction_seconds(model, cluster, layouts, system, columns, sum_bytes):
     scatter = collective_seconds(cluster, "reduce-scatter", num_bytes, groups["replicas"])
     seconds = all_reduce(num_bytes, groups["replicas"]) + (count - 1) * scatter
     may_hide = system.hides_on_mesh | (~layouts.is_on_mesh & (layouts.stage == 1))
-    # The backward pass is two thirds of a micro-batch.
+    # The backward pass is two thirds of a micro-batch. Interleaved stages finish the gradients of
+    # one chunk while all p micro-batches of a round pass through the next chunk.
     overlap = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
+    overlap = overlap * (layouts.stage * (layouts.chunks - 1) + 1) / layouts.chunks
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
     seconds = seconds - np.where(may_hide, share * np.minimum(seconds, count * overlap), 0.0)
     # A mesh reduces its gradients in every micro-batch.

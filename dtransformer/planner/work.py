@@ -21,7 +21,9 @@ STREAM_ITEMS = 11
 INNER_ITEMS = 2
 HEAD_ITEMS = 4  # Queries, keys, values and context are transposed by heads.
 SCORE_ITEMS = 4.5
-LOGIT_ITEMS = 10  # Forward and backward together, partly in float32.
+# Fused attention computes two products in its forward pass and five in its backward pass.
+FUSED_PRODUCTS = 2 + 5
+MAX_FUSED_HEAD_DIM = 128
 STATE_PASSES = 2.5  # Every weight, gradient and state is read, and most are written.
 
 
@@ -43,7 +45,9 @@ class Passes(typing.NamedTuple):
         return sum(self)
 
 
-def product_seconds(device: Device, rows, inputs, outputs, times=1.0, is_16_bit=True):
+def product_seconds(
+    device: Device, rows, inputs, outputs, times=1.0, is_16_bit=True, half_features=None
+):
     """Return the seconds of `times` products [rows, inputs] × [inputs, outputs].
 
     Args:
@@ -51,11 +55,12 @@ def product_seconds(device: Device, rows, inputs, outputs, times=1.0, is_16_bit=
         rows, inputs, outputs: Sizes of the product, numbers or arrays.
         times: Number of products.
         is_16_bit: Boolean, whether the product uses 16-bit numbers.
+        half_features: Number of features that halves the speed. Defaults to the device's value.
     """
     constants = device.constants
     peak = (device.tflops_16_bit if is_16_bit else device.tflops_32_bit) * 1e12
-    slowdown = (1 + constants.half_rows / rows) * (1 + constants.half_features / inputs)
-    slowdown = slowdown * (1 + constants.half_features / outputs)
+    half = constants.half_features if half_features is None else half_features
+    slowdown = (1 + constants.half_rows / rows) * (1 + half / inputs) * (1 + half / outputs)
     return 2.0 * rows * inputs * outputs * times * slowdown / (peak * constants.product_share)
 
 
@@ -65,7 +70,12 @@ def memory_seconds(device: Device, num_bytes):
 
 
 def block_passes(
-    device: Device, model: ModelShape, kind: BlockKind, layouts: Layouts, is_16_bit=True
+    device: Device,
+    model: ModelShape,
+    kind: BlockKind,
+    layouts: Layouts,
+    is_16_bit=True,
+    is_fused=False,
 ) -> Passes:
     """Return the seconds of one block's passes for a micro-batch.
 
@@ -75,6 +85,7 @@ def block_passes(
         kind: `BlockKind` of the block.
         layouts: The `Layouts`.
         is_16_bit: Boolean, whether products use 16-bit numbers.
+        is_fused: Boolean or array [N], whether fused kernels compute attention if they can.
     """
     t = layouts.model
     item = 2 if is_16_bit else 4
@@ -83,9 +94,12 @@ def block_passes(
     length = kind.length / layouts.context
     rows = layouts.micro_batch * length
     product = functools.partial(product_seconds, device, is_16_bit=is_16_bit)
+    half_head = device.constants.half_head_features
+    score_product = functools.partial(product, half_features=half_head)
     products = 0.0
     core = 0.0
     scores = 0.0
+    computed_scores = 0.0
     for i, attended_length in enumerate(kind.attended):
         queries = model.config.num_heads * d / t
         shared = 2 * model.num_kv_heads * d / t
@@ -98,9 +112,12 @@ def block_passes(
             source_rows = layouts.micro_batch * attended_length / layouts.context
             products += 2 * product(rows, h, queries) + product(source_rows, h, shared)
         heads = layouts.micro_batch * model.config.num_heads / t
-        core += product(length, d, attended_length, heads)
-        core += product(length, attended_length, d, heads)
+        core += score_product(length, d, attended_length, heads)
+        core += score_product(length, attended_length, d, heads)
         scores += heads * length * attended_length
+        # Fused attention skips masked scores.
+        is_causal = kind.is_causal and i == 0
+        computed_scores += heads * length * attended_length / (1 + is_causal)
     inner = _feed_forward_rows(model, kind, layouts)
     for each_rows, features, times in inner:
         products += product(each_rows, h, (2 if model.gated else 1) * features / t, times)
@@ -111,6 +128,11 @@ def block_passes(
     moved += INNER_ITEMS * computed * (2 if model.gated else 1) / t
     moved += rows * HEAD_ITEMS * len(kind.attended) * model.config.num_heads * d / t
     core += memory_seconds(device, scores * SCORE_ITEMS * item)
+    attention_flops = device.tflops_16_bit * 1e12 * device.constants.attention_share
+    if is_16_bit and attention_flops and d <= MAX_FUSED_HEAD_DIM:
+        # Passes count a third of the time as the forward pass.
+        fused = computed_scores * d * 2 * FUSED_PRODUCTS / 3 / attention_flops
+        core = np.where(is_fused, fused, core)
     start = device.constants.pass_overhead_us * 1e-6
     forward = products + core + memory_seconds(device, moved * item)
     adapter_seconds = 0.0
@@ -138,7 +160,7 @@ def _feed_forward_rows(model, kind, layouts):
     return layers
 
 
-def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=True):
+def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=True, items=10):
     """Return the seconds of the head and the loss per micro-batch, forward and backward.
 
     Args:
@@ -146,6 +168,7 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
         model: A `ModelShape`.
         layouts: The `Layouts`.
         is_16_bit: Boolean, whether products use 16-bit numbers.
+        items: Items that the head and the loss read and write per logit.
     """
     rows = layouts.micro_batch * model.num_predictions / layouts.context
     entries = model.config.vocab_size / layouts.model
@@ -153,7 +176,7 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
     products = passes * product_seconds(
         device, rows, model.config.hidden_size, entries, 1.0, is_16_bit
     )
-    return products + memory_seconds(device, rows * entries * LOGIT_ITEMS * (2 if is_16_bit else 4))
+    return products + memory_seconds(device, rows * entries * items * (2 if is_16_bit else 4))
 
 
 def update_seconds(device: Device, state_bytes):

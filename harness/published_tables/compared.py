@@ -9,7 +9,7 @@ from dtransformer.planner.formulas import micro_batches_alive, state_bytes
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.memory import block_activation_bytes
 from dtransformer.planner.models import get_model
-from harness.published_tables import published
+from harness.published_tables import h100, published
 from harness.published_tables.systems import (
     DEEPSPEED,
     MEGATRON,
@@ -85,7 +85,8 @@ def tables() -> list[Table]:
     """Return all published tables with the planner's values."""
     all_tables = [sizes(), step_seconds(), model_states(), activations(), table_1(), *table_5()]
     all_tables += table_2()
-    return all_tables + [make_layouts(model) for model in published.LAYOUT_MODELS]
+    all_tables += [make_layouts(model) for model in published.LAYOUT_MODELS]
+    return all_tables + [h100_steps(), h100_left_out()]
 
 
 def sizes() -> Table:
@@ -209,6 +210,43 @@ def make_layouts(model: str) -> Table:
     return Table(title, "s", rows, "", chosen.published / best - 1)
 
 
+def h100_steps() -> Table:
+    """Return the H100 step times of Megatron-LM, planned for the reference system."""
+    rows = []
+    for step in h100.make_steps():
+        seconds, layout = h100.reference_step(step)
+        rows.append(Row(f"{step.model.name} on {step.devices}: {layout}", step.seconds, seconds))
+    note = (
+        "`product_share` is fitted to this table. The layouts' micro-batches and chunks are ours."
+    )
+    return Table("Step time of Megatron-LM on H100", "s", tuple(rows), note)
+
+
+def h100_left_out() -> Table:
+    """Return the same table with each row planned by a fit to the other rows."""
+    rows = []
+    for step, error in zip(h100.make_steps(), h100.left_out_errors()):
+        rows.append(Row(step.model.name, step.seconds, step.seconds * (1 + error)))
+    title = "Step time of Megatron-LM on H100, each row left out of the fit"
+    return Table(title, "s", tuple(rows))
+
+
+def h100_rows() -> list[tuple]:
+    """Return rows with seconds and TFLOP/s per GPU of both systems on H100, the header first."""
+    header = "model, H100s", "published", "reference system", "left out", "this library"
+    rows = [header]
+    for step, left_out in zip(h100.make_steps(), h100_left_out().rows):
+        cells = [f"{step.model.name}, {step.devices:,}"]
+        planned = [h100.reference_step(step)[0], h100.library_step(step)[0]]
+        for seconds in (step.seconds, *planned):
+            tflops = step.flops / (step.devices * seconds * 1e12)
+            error = "" if seconds == step.seconds else f", {seconds / step.seconds - 1:+.0%}"
+            cells.append(f"{seconds:.2f} s, {tflops:.0f}{error}")
+        cells.insert(3, f"{left_out.error:+.1%}")
+        rows.append(tuple(cells))
+    return rows
+
+
 def held_out_error(models=published.HELD_OUT_MODELS) -> float:
     """Return the mean error on the measured layouts of models, by default of all held-out models."""
     errors = [abs(row.error) for model in models for row in make_layouts(model).rows]
@@ -285,9 +323,21 @@ def pages() -> dict[str, str]:
     all_tables = tables()
     rows = "\n".join(format_lines(all_tables, _markdown)).strip()
     return {
-        "planner.md": "\n".join(_markdown(summary(all_tables))),
+        "planner.md": "\n".join(
+            [*_markdown(summary(all_tables)), "", _H100, *_markdown(h100_rows())]
+        ),
         "planner-tables.md": rows,
     }
+
+
+_H100 = """### H100
+
+Seconds per step and TFLOP/s per GPU of [Megatron-LM's](https://github.com/NVIDIA/Megatron-LM) H100
+table: sequences of 4,096 tokens, a vocabulary of 131,072, no recompute. "Left out" is the error of the
+reference system if the constant is fitted to the other three rows. The table does not state
+micro-batches and chunks, so the planner chooses the fastest. This library's estimate is for the same
+degrees of parallelism. The 314B model needs recomputation there.
+"""
 
 
 def with_written_part(page: str, part: str) -> str:

@@ -32,6 +32,17 @@ def test_plan_lists_the_replicated_weights(capsys):
     assert "embeddings: 3,840 (replicated: no rule)" in printed
 
 
+def test_muon_has_two_states_for_all_weights_except_matrices(capsys):
+    states = {}
+    for optimizer in ("lion", "muon", "adamw"):
+        assert main([*GPT, "--devices", "1", "--json", "--optimizer", optimizer]) == 0
+        states[optimizer] = json.loads(capsys.readouterr().out)[0]["states"]
+    # Dense kernels are matrices: two of each block's feed-forward layer, and the classifier.
+    matrices = 2 * 2 * 4 * HIDDEN**2 + VOCAB_SIZE * HIDDEN
+    assert states["lion"] == 4 * PARAMETERS
+    assert states["muon"] == states["adamw"] - 4 * matrices
+
+
 @pytest.mark.parametrize(
     "options, words",
     [

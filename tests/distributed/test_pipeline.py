@@ -1,6 +1,7 @@
 """A rank has only its pipeline stage, and all stages skip, measure and fail together."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -180,6 +181,15 @@ def test_transfers_and_activations_are_reported(rank_results):
     assert first["sent"] == 4 * [["blocks/block_1", shape, False, num_bytes]]
     assert last["sent"] == 4 * [["blocks/block_1", shape, True, num_bytes]]
     assert first["activations"] == 2 * last["activations"] > 0  # 1F1B keeps two and one.
+
+
+@pytest.mark.runs(stages("reports"))
+def test_sum_of_a_tied_table_is_reported(rank_results):
+    shape = [pipeline.VOCAB_SIZE, 16]
+    num_bytes = 4 * math.prod(shape)  # Each of two ranks sends the size of the table.
+    expected = ["causal_lm/embedding/table", "all-reduce", shape, num_bytes]
+    for result in rank_results(stages("reports")):
+        assert [row for row in result["shared"] if row[2]] == [expected]
 
 
 @pytest.mark.runs(stages("reports"))

@@ -92,7 +92,12 @@ def test_stated_accuracy_equals_the_measured_error():
     assert steps == sum(len(table.rows) for table in tables)
     assert mean == round(100 * compared.held_out_error())
     assert worst == round(100 * max(table.worst_error for table in tables))
-    assert f"{mean}% off on average and {worst}% at most" in get_device("h100").accuracy()
+    assert f"{mean}% off on average and {worst}% at most" in get_device("h200").accuracy()
+    published_steps, left_out = compared.h100_steps(), compared.h100_left_out()
+    assert re.findall(r"(\d+)%", get_device("h100").accuracy()) == [
+        f"{100 * error:.0f}"
+        for error in (published_steps.mean_error, published_steps.worst_error, left_out.mean_error)
+    ]
 
 
 def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
@@ -101,8 +106,8 @@ def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
     ask = ["plan", "--model", "gpt2-small", "--devices", "1", "--global-batch", "8"]
     for device, statement in {
         "a100": "On A100, 68 measured steps",
-        "v100": "No step on this GPU was compared with a measured one.",
-        "h100": "No step on this GPU was compared with a measured one.",
+        "v100": "No job on several of these GPUs was compared with a measured one.",
+        "h100": "On H100, four published steps",
         str(path): "This device's figures were entered by hand",
     }.items():
         assert main([*ask, "--device", device]) == 0
@@ -115,7 +120,7 @@ def test_every_kind_of_device_states_its_accuracy(tmp_path, capsys):
 HINTS = [
     ("llama2_13b", 1, "h100", 32, "one device · 32 micro-batches of 1,"),
     ("llama2_13b", 2, "h100", 32, "data 2 · 16 micro-batches of 1,"),
-    ("llama2_13b", 8, "a100", 64, "data 8 · 8 micro-batches of 1,"),
+    ("llama2_13b", 4, "a100", 64, "data 4 · 16 micro-batches of 1,"),
 ]
 
 

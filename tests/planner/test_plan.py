@@ -33,7 +33,7 @@ from dtransformer.planner import (
 from dtransformer.planner.clusters import Link
 from dtransformer.planner.cost import evaluate
 from dtransformer.planner.grid import enumerate_layouts
-from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
 from dtransformer.planner.machine import cpu_device
 from dtransformer.planner.memory import block_activation_bytes
 from dtransformer.planner.plan_file import plan_to_yaml
@@ -414,6 +414,21 @@ def test_pipeline_accumulates_full_gradients_or_shards():
     assert seconds.unsharding[3] > 0 == seconds.unsharding[2]
 
 
+@pytest.mark.parametrize("precision, gradient_bytes", [("float32", 4), ("mixed_bfloat16", 2)])
+def test_pipeline_holds_full_gradients_of_a_chunk(precision, gradient_bytes):
+    """If every micro-batch reduces, all gradients of a chunk exist at the same time."""
+    model, job = get_model("llama2_7b"), Job(32, precision=precision)
+    columns = {"data": 4, "micro_batches": 8, "level": 2, "reduces": [0, 1, 1], "chunks": [1, 1, 2]}
+    interleaved = SCHEDULE_NAMES.index("interleaved")
+    layouts = Layouts.from_columns(stage=2, schedule=[0, 0, interleaved], **columns)
+    memory, _ = evaluate(model, cluster(8), job, layouts)
+    parameters = memory.weights / gradient_bytes
+    full, chunk, half = memory.buffers
+    assert full < chunk
+    assert chunk == pytest.approx(gradient_bytes * parameters[1])
+    assert half == pytest.approx(gradient_bytes * parameters[2] / 2)
+
+
 def test_proposes_sharded_gradients_and_weights_in_pipelines():
     """With less memory, the best pipeline shards more."""
     model = get_model("llama2_7b")
@@ -610,6 +625,24 @@ def test_json_names_contain_units(capsys):
     assert content["fits"] and first["config"]["model_parallel"] == 2
     assert first["memory_bytes"] <= first["available_bytes"]
     assert sum(first["seconds_by_kind"].values()) == pytest.approx(first["step_seconds"])
+
+
+def test_masked_language_models_have_logits_at_masked_positions(capsys):
+    logits = {}
+    for positions in (None, 77, 512):
+        options = {} if positions is None else {"predicted_positions": positions}
+        shape = get_model("bert_base", sequence_length=512, **options)
+        config = TransformerOpParallelConfig(data_parallel=8)
+        logits[positions] = cost(shape, cluster(8), Job(8), config).bytes_by_kind["logits"]
+    ask = ["plan", "--model", "bert-base", "--devices", "8", "--global-batch", "8", "--json"]
+    assert main([*ask, "--device", "a100", "--fix", "data_parallel=8", "optimizer_shard=0"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    (planned,) = [
+        x["bytes_by_kind"]["logits"]
+        for x in layouts
+        if x["micro_batch"] == 1 and "recompute" not in x["config"]
+    ]
+    assert planned == logits[77] < logits[512] == logits[None]
 
 
 def test_custom_model_and_device(capsys, tmp_path):

@@ -287,7 +287,7 @@ class PipelineEngine(Engine):
         return max_stored_micro_batches(self._instructions[self.stage]) / len(local_chunks())
 
     def collectives(self):
-        """Return the `Collective`s of a step, on the mesh and between stages."""
+        """Return the `Collective`s of a step: on the mesh, between ranks and between stages."""
         on_mesh = [
             dataclasses.replace(collective, layer=function.layer_name(collective.layer))
             for function, names in self._compiled
@@ -295,7 +295,11 @@ class PipelineEngine(Engine):
         ]
         graphs = itertools.chain(*self._graphs.values())
         between_ranks = [x for graph in graphs for x in audit.rank_collectives(graph)]
-        return self._num_micro_batches * (on_mesh + between_ranks) + self.transfers()
+        shared = [
+            audit.Collective("all-reduce", "all-reduce", shape, dtype, "ranks", size, path, False)
+            for path, size, shape, dtype in self._shared.summed
+        ]
+        return self._num_micro_batches * (on_mesh + between_ranks) + shared + self.transfers()
 
     def transfers(self):
         """Return the `Collective`s that this stage sent to other stages in the last step."""

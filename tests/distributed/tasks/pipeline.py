@@ -173,12 +173,15 @@ def reports():
     events = [
         [str(event.instruction), event.stage, event.start, event.end] for event in timeline.events
     ]
-    sent = [c for c in trainer.communication_report().collectives if c.kind == "send/recv"]
+    collectives = trainer.communication_report().collectives
+    sent = [c for c in collectives if c.kind == "send/recv"]
+    shared = [c for c in collectives if c.over == "ranks" and c.group_size == job.size()]
     activations = trainer.memory_report()["activations"].planned
     return {
         "events": events,
         "bubble": timeline.bubble,
         "sent": [[c.layer, list(c.shape), c.backward, c.bytes_sent] for c in sent],
+        "shared": [[c.layer, c.kind, list(c.shape), c.bytes_sent] for c in shared],
         "activations": activations,
         "stages": trainer.plan().stages,
     }
