@@ -5,7 +5,6 @@
 A test compares the page with the planner's answer.
 """
 
-import dataclasses
 import pathlib
 import sys
 
@@ -31,24 +30,23 @@ MODELS = {
 DEVICES = (1, 2, 8, 16)
 SEQUENCE_LENGTH, ROWS_PER_DEVICE, ADAPTER_RANK = 2048, 8, 16
 METHODS = {
-    "full, mixed_bfloat16": ("mixed_bfloat16", None),
-    "full, bfloat16": ("bfloat16", None),
-    "LoRA, bfloat16": ("bfloat16", ADAPTER_RANK),
+    "full, mixed_bfloat16": ("mixed_bfloat16", {}),
+    "full, bfloat16": ("bfloat16", {}),
+    "LoRA, bfloat16": ("bfloat16", {"adapter_rank": ADAPTER_RANK}),
+    "QLoRA, NF4": ("bfloat16", {"adapter_rank": ADAPTER_RANK, "base_dtype": "nf4"}),
 }
 
 
-def cell(preset, devices, precision, adapter_rank):
+def cell(preset, devices, precision, fields):
     """Return the memory per GPU and the layout of the recommended plan, or a dash.
 
     Args:
         preset: Name of a published size.
         devices: Number of H100 GPUs.
         precision: Precision of the job.
-        adapter_rank: Rank of low-rank adapters; `None` trains all weights.
+        fields: Dict of other fields of `ModelShape`, such as `adapter_rank`.
     """
-    model = get_model(preset, sequence_length=SEQUENCE_LENGTH)
-    if adapter_rank is not None:
-        model = dataclasses.replace(model, adapter_rank=adapter_rank)
+    model = get_model(preset, sequence_length=SEQUENCE_LENGTH, **fields)
     cluster = Cluster(get_device("h100"), devices)
     job = Job(ROWS_PER_DEVICE * devices, precision)
     try:
@@ -86,11 +84,11 @@ def short_layout(config):
 
 def table(method):
     """Return the Markdown table of a method: one row per model, one column per number of GPUs."""
-    precision, adapter_rank = METHODS[method]
+    precision, fields = METHODS[method]
     header = " | ".join(["model", *(f"{devices} GPU{'s' * (devices > 1)}" for devices in DEVICES)])
     lines = [f"| {header} |", "|---" * (len(DEVICES) + 1) + "|"]
     for size, preset in MODELS.items():
-        cells = [cell(preset, devices, precision, adapter_rank) for devices in DEVICES]
+        cells = [cell(preset, devices, precision, fields) for devices in DEVICES]
         lines.append(f"| {size} (`{preset}`) | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -63,13 +63,14 @@ TECHNIQUES = {
     "ZeRO 3": {"parallel": {**ZERO, "optimizer_shard": 3}},
     "Packed rows": {"data": {"packed": True}},
     "LoRA": {"model": {"adapters": {"rank": 2}}},
+    "QLoRA": {"model": {"adapters": {"rank": 2, "base_dtype": "nf4"}}},
     "Distillation": {"distillation": {"teacher": None}},  # The folder of the task's model.
 }
 PACKED_TRANSLATION = {"data": {"packed_length": 32, "batch_size": None, "batch_tokens": 128}}
 TABLES = (
     ("Splitting the batch or a block", ("Data parallel", "Tensor", "Sequence", "Context")),
     ("Splitting the network or the optimizer", ("Pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3")),
-    ("Data and adapters", ("Packed rows", "LoRA", "Distillation")),
+    ("Data and adapters", ("Packed rows", "LoRA", "QLoRA", "Distillation")),
 )
 
 
@@ -89,13 +90,13 @@ def write_inputs(folder):
 
 def small_networks():
     """Return small networks of the published families llama, bert and t5."""
-    sizes = {"hidden_size": 16, "num_heads": 4}
+    sizes = {"hidden_size": 64, "num_heads": 4}  # NF4 needs a multiple of 64.
     t5 = {key: LLAMA[key] for key in ("norm", "use_bias", "gated", "tied_head", "embedding_scale")}
     t5 |= {"positions": "relative", "relative_ranges": 8, "relative_max_distance": 16}
     t5 |= {"post_layernorm_residual": False, "query_scale": 1.0, "hidden_act": "gelu_tanh"}
     t5 |= {"encoder_layers": 2, "decoder_layers": 2, "pad_id": 0, "start_id": 0, "end_id": 2}
     return {
-        "llama": CausalLM(300, **{**LLAMA, "num_layers": 2}),
+        "llama": CausalLM(300, **{**LLAMA, **sizes, "num_layers": 2}),
         "bert": MaskedLM(300, **sizes, num_layers=2, max_length=64, pad_id=0),
         "t5": EncoderDecoderLM(300, **sizes, **t5),
     }

@@ -11,6 +11,7 @@ from dtransformer.models import (
     TranslationTransformer,
     add_lora,
     freeze,
+    quantize,
 )
 from dtransformer.trainers import Muon
 from harness import block_networks
@@ -128,7 +129,7 @@ def long_causal(epsilon, **blocks):
     return causal(epsilon, **blocks)
 
 
-def llama(epsilon, encoder_layers, decoder_layers):
+def llama(epsilon, encoder_layers, decoder_layers, **options):
     """A language model with Llama's blocks: grouped heads, rotary positions, a gate, a window."""
     model = CausalLM(
         _INDIVISIBLE_SIZE,
@@ -143,7 +144,7 @@ def llama(epsilon, encoder_layers, decoder_layers):
         use_bias=False,
         num_kv_heads=4,
         window=6,
-        **_SIZES,
+        **{**_SIZES, **options},
     )
     return model, _clipped_adamw(epsilon)
 
@@ -244,6 +245,16 @@ def llama_lora(epsilon, **blocks):
     return model, optimizer
 
 
+def llama_qlora(epsilon, **blocks):
+    """Like `llama_lora`, with kernels in NF4, except for the keys' kernels."""
+    model, optimizer = llama(epsilon, hidden_size=64, **blocks)
+    with quantize("nf4", ["*feed_forward/*kernel", "*attention/(query|value|output)_kernel"]):
+        model.build()
+    add_lora(model, rank=4, alpha=32, targets="*feed_forward/*kernel")
+    add_lora(model, rank=4, alpha=32, targets="*attention/*kernel", kind="dora")
+    return model, optimizer
+
+
 def llama_frozen(epsilon, **blocks):
     """Like `llama`. Everything before the third block, a pipeline's first stages, is frozen."""
     model, optimizer = llama(epsilon, **blocks)
@@ -287,6 +298,7 @@ DEEP_NETWORKS = {
     "deep_long_moe": long_moe,
     "deep_llama": llama,
     "deep_llama_lora": llama_lora,
+    "deep_llama_qlora": llama_qlora,
     "deep_llama_frozen": llama_frozen,
     "deep_moe": moe,
     "deep_moe_global": moe_global,

@@ -101,6 +101,7 @@ NAMES = (
     models.from_pretrained,
     models.load_lora,
     models.merge_lora,
+    models.quantize,
     models.save_lora,
     models.save_pretrained,
     models.unfreeze,

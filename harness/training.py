@@ -233,6 +233,7 @@ _DATA = {
     "moe_global": _as_texts,
     "llama": _as_texts,
     "llama_lora": _as_texts,
+    "llama_qlora": _as_texts,
     "llama_frozen": _as_texts,
     "bert": _as_texts,
     **dict.fromkeys(FORMS, _as_texts),

@@ -14,6 +14,7 @@ QUICK = [
     ("embedding", "Pipeline"),
     ("seq2seq", "Context"),
     ("translation", "LoRA"),
+    ("classification", "QLoRA"),
 ]
 
 

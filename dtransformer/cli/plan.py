@@ -79,6 +79,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, list[str]]:
     changes = {
         "sequence_length": arguments.sequence,
         "adapter_rank": arguments.lora,
+        "base_dtype": arguments.base_dtype,
         "frozen_blocks": arguments.freeze,
     }
     model = load_model_shape(arguments.model, **{k: x for k, x in changes.items() if x is not None})

@@ -57,7 +57,7 @@ def run_keras_plan(arguments: argparse.Namespace) -> None:
     """
     if arguments.devices is None:
         raise InputError("Set --devices, the number of devices on all nodes.")
-    for option in ("yaml", "plot", "lora", "freeze", "sequence"):
+    for option in ("yaml", "plot", "lora", "base_dtype", "freeze", "sequence"):
         if getattr(arguments, option):
             raise InputError(
                 f"--{option} does not apply to a Keras model given as module:function, whose "

@@ -1,8 +1,8 @@
 """Validation of layer arguments by type hint and name, and layer settings in configs.
 
 Settings made after construction are part of the config, so `from_config` and `.keras` files restore
-them: sharding rules, recompute, low-rank adapters, the origin of the weights, generation options
-and label names.
+them: sharding rules, recompute, low-rank adapters, formats of quantized kernels, the origin of the
+weights, generation options and label names.
 """
 
 import dataclasses
@@ -90,6 +90,7 @@ _SETTINGS = {
     "recomputes_call": ("recomputes_call", bool, bool),
     "rules": ("_sharding_rules", dict, dict),
     "low_rank": ("low_rank", _copy_adapters, _copy_adapters),
+    "quantized": ("quantized", dict, dict),
     "origin": ("origin", list, tuple),
     "generation": ("generation_rules", dict, dict),
     "labels": ("label_names", list, tuple),

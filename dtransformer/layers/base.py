@@ -17,17 +17,19 @@ from dtransformer.layers.arguments import (
 )
 from dtransformer.layers.initializers import with_derived_seed
 from dtransformer.layers.low_rank import LowRankMixin, build_with_adapters
+from dtransformer.layers.quantized import QuantizedMixin
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh.axis_rules import check_axes, override_rules
+from dtransformer.parallel.ops.block_quantization import BlockLayout
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch, placeholder_outputs
 from dtransformer.parallel.variable_factory import make_variable
 
 register = keras.saving.register_keras_serializable("dtransformer")
 
 
-class Layer(SettingsMixin, LowRankMixin):
+class Layer(SettingsMixin, LowRankMixin, QuantizedMixin):
     """Base class of Keras layers whose weights have logical axes.
 
     `add_weight` takes the logical axis of every dimension. The rules of
@@ -156,7 +158,8 @@ class Layer(SettingsMixin, LowRankMixin):
             true_shape: Shape without padding, which checkpoints store. Defaults to `shape`.
 
         Returns:
-            A `keras.Variable` with the attribute `logical_axes`.
+            A `keras.Variable` with the attribute `logical_axes`, or a `QuantizedKernel` for a
+            kernel that `models.quantize` selects.
 
         Raises:
             ValueError: If `axes` does not match `shape`, contains an unknown axis, or shards a
@@ -166,8 +169,12 @@ class Layer(SettingsMixin, LowRankMixin):
         dtype = keras.backend.standardize_dtype(dtype or self.variable_dtype)
         with keras.name_scope(self.name, caller=self), override_rules(self._sharding_rules):
             path = f"{_compat.current_path()}/{name}"
+            initializer = with_derived_seed(keras.initializers.get(initializer), path)
+            if num_inputs is not None and (kind := self.select_format(name, path)) is not None:
+                layout = BlockLayout.from_kernel(kind, shape, num_inputs, axes, path)
+                return self.add_quantized(layout, initializer, name, path, axes, true_shape)
             weight = make_variable(
-                with_derived_seed(keras.initializers.get(initializer), path),
+                initializer,
                 shape=shape,
                 axes=axes,
                 path=path,

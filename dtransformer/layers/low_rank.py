@@ -25,6 +25,8 @@ class LowRankMixin(keras.layers.Layer):
 
     # Name of a kernel -> options of its adapter. Configs store it.
     low_rank = types.MappingProxyType({})
+    # Name of a quantized kernel -> `QuantizedKernel`. See `QuantizedMixin`.
+    quantized_kernels = types.MappingProxyType({})
 
     def add_low_rank(
         self, name: str, rank: int, alpha: float, dropout: float = 0.0, kind: str = "lora"
@@ -57,10 +59,13 @@ class LowRankMixin(keras.layers.Layer):
 
         Call it after all other weights have been added.
         """
-        kernels = {kernel.name: kernel for kernel in stage_weights.get_direct_weights(self)}
+        kernels = {kernel.name: kernel for kernel in self._possible_kernels()}
         for name, options in self.low_rank.items():
             if name in kernels and get_low_rank(kernels[name]) is None:
                 self._add_adapter(kernels[name], options)
+
+    def _possible_kernels(self):
+        return [*stage_weights.get_direct_weights(self), *self.quantized_kernels.values()]
 
     def _add_adapter(self, kernel, adapter):
         rank = adapter["rank"]
@@ -101,13 +106,14 @@ class LowRankMixin(keras.layers.Layer):
     @property
     def random_layers(self) -> list[InputDropout]:
         """Input dropouts of the adapters, a list."""
-        adapters = [get_low_rank(variable) for variable in _compat.direct_variables(self)]
+        kernels = [*_compat.direct_variables(self), *self.quantized_kernels.values()]
+        adapters = list(map(get_low_rank, kernels))
         return [x.dropout for x in adapters if x is not None and x.dropout is not None]
 
     def remove_low_rank(self, name: str) -> None:
         """Remove the adapter of the kernel `name`."""
         self.low_rank = {key: options for key, options in self.low_rank.items() if key != name}
-        for kernel in stage_weights.get_direct_weights(self):
+        for kernel in self._possible_kernels():
             if kernel.name == name:
                 for factor in kernel.low_rank.factors.values():
                     stage_weights.forget_weight(self, factor)

@@ -10,6 +10,7 @@ from dtransformer.models.lora_folder import load_lora, save_lora
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained import from_pretrained, save_pretrained
+from dtransformer.models.quantized_base import quantize
 from dtransformer.models.targets import check_target
 from dtransformer.models.translation import TranslationTransformer
 from dtransformer.models.weight_paths import freeze, unfreeze
@@ -40,6 +41,7 @@ __all__ = [
     "from_pretrained",
     "load_lora",
     "merge_lora",
+    "quantize",
     "save_lora",
     "save_pretrained",
     "unfreeze",

@@ -17,9 +17,10 @@ from dtransformer.errors import check_int
 from dtransformer.layers.base import check_rate
 from dtransformer.layers.low_rank import LowRankMixin
 from dtransformer.models.generation.generator import Generator
-from dtransformer.models.weight_paths import matching_paths, path_in
+from dtransformer.models.weight_paths import matching_paths, path_in, weights_by_path
 from dtransformer.parallel.collectives.objects import all_gather_json, call_on_all
 from dtransformer.parallel.ops.low_rank import KINDS, get_low_rank
+from dtransformer.parallel.tensor_parallel.quantized_kernel import QuantizedKernel, is_quantized
 
 
 def add_lora(
@@ -107,7 +108,7 @@ def add_adapters(network: keras.Model, settings: Mapping[str, dict], freeze_othe
         ValueError: If a path is not a kernel, or its kernel already has an adapter.
     """
     layers = {path_in(network, layer): layer for layer in _layers(network)}
-    kernels = {path_in(network, variable): variable for variable in network.variables}
+    kernels = weights_by_path(network)
 
     def check():
         for path in settings:
@@ -139,8 +140,8 @@ def merge_lora(network: keras.Model) -> list[str]:
     """Add all adapters to their kernels and remove them: W becomes W + α/r · A · B.
 
     DoRA kernels become m · (W + α/r · A · B) / ‖W + α/r · A · B‖. Outputs do not change,
-    except for rounding to the kernels' storage type. Kernels stay frozen. Call it on all
-    ranks.
+    except for rounding to the kernels' storage type. Kernels stay frozen. An adapted kernel that
+    is quantized becomes an ordinary weight. Call it on all ranks.
 
     Args:
         network: Network with adapters.
@@ -153,22 +154,27 @@ def merge_lora(network: keras.Model) -> list[str]:
     """
     check_has_adapters(network, "merge_lora")
     merged = adapted_kernels(network)
-    for kernel in merged.values() if _compat.initializes_variables() else ():
-        kernel.assign(tf.cast(_merged_value(kernel), kernel.dtype))
+    full_values = {}
+    for path, kernel in merged.items() if _compat.initializes_variables() else ():
+        value = _merged_value(kernel)
+        if is_quantized(kernel):
+            full_values[path] = value
+        else:
+            kernel.assign(tf.cast(value, kernel.dtype))
     for layer in _layers(network):
         for name in list(layer.low_rank):
             layer.remove_low_rank(name)
+            if name in layer.quantized_kernels:
+                path = f"{path_in(network, layer)}/{name}"
+                layer.replace_quantized(name, full_values.pop(path, None))
     _forget_functions(network)
     return list(merged)
 
 
-def adapted_kernels(network: keras.Model) -> dict[str, keras.Variable]:
+def adapted_kernels(network: keras.Model) -> dict[str, keras.Variable | QuantizedKernel]:
     """Return a dict from paths, without the network's name, to this rank's adapted kernels."""
-    return {
-        path_in(network, variable): variable
-        for variable in network.variables
-        if get_low_rank(variable) is not None
-    }
+    weights = weights_by_path(network)
+    return {path: weight for path, weight in weights.items() if get_low_rank(weight) is not None}
 
 
 def get_adapters(network: keras.Model) -> dict[str, dict]:

@@ -9,10 +9,27 @@ import keras
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.tensor_parallel.quantized_kernel import (
+    QuantizedKernel,
+    get_quantized_kernels,
+)
 
 
-def path_in(network: keras.Model, part: keras.Variable | keras.layers.Layer) -> str:
-    """Return the path of a variable or layer without the network's name."""
+def weights_by_path(network: keras.Model) -> dict[str, keras.Variable | QuantizedKernel]:
+    """Return a dict from paths, without the network's name, to this rank's weights.
+
+    A quantized kernel replaces its codes and scales.
+    """
+    kernels = get_quantized_kernels(network)
+    parts = {id(part) for kernel in kernels for part in kernel.parts.values()}
+    weights = [variable for variable in network.variables if id(variable) not in parts]
+    return {path_in(network, weight): weight for weight in [*weights, *kernels]}
+
+
+def path_in(
+    network: keras.Model, part: keras.Variable | keras.layers.Layer | QuantizedKernel
+) -> str:
+    """Return the path of a weight or layer without the network's name."""
     return part.path.removeprefix(f"{network.name}/")
 
 
@@ -50,7 +67,7 @@ def matching_paths(network: keras.Model, patterns: str | Iterable[str]) -> list[
     """
     if not network.built:
         raise ValueError("The network has no weights yet. Build it, or call it on a batch.")
-    local_paths = [path_in(network, variable) for variable in network.variables]
+    local_paths = list(weights_by_path(network))
     everywhere = all_gather_json(local_paths, "weight_paths")
     paths = list(dict.fromkeys(path for rank_paths in everywhere for path in rank_paths))
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)

@@ -31,6 +31,10 @@ ReadStored = Callable[[str, Bounds, str], np.ndarray]
 
 _stored_values = Scoped("stored_values")
 
+# Function of a kernel's path that returns its quantized format or `None`. Without a function, the
+# setting of the layer applies.
+quantization = Scoped("quantization")
+
 
 def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
     """Return a context manager that initializes new weights with stored values.
@@ -48,8 +52,12 @@ def values_from(read: ReadStored) -> contextlib.AbstractContextManager:
 def shapes_alone() -> Iterator[None]:
     """Context manager that creates weights without values, in the shapes of a single device."""
     one_device = parallel_config(TransformerOpParallelConfig())
-    with job.alone(), one_device, _compat.without_values():
+    with job.alone(), one_device, _compat.without_values(), quantization.set(_no_format):
         yield
+
+
+def _no_format(path):
+    return None
 
 
 def make_variable(
@@ -83,16 +91,27 @@ def make_variable(
     Raises:
         ValueError: If the rules do not match the axes and the shape. The message has the path.
     """
-    if _stored_values.get() is not None:
-        initializer = StoredValue(functools.partial(_stored_values.get(), path))
+    initializer = with_stored_value(initializer, path)
     specs = weight_specs(axes, shape, path)
-    may_shard = trainable and may_shard_over_data(path, shape, specs, dtype, has_constraint)
+    # Codes of quantized kernels are frozen, but they are large.
+    may_shard = trainable or dtype == "uint8"
+    may_shard = may_shard and may_shard_over_data(path, shape, specs, dtype, has_constraint)
     if job.mesh() is not None:
         stored = stored_specs(specs, shape) if may_shard else specs
         make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
     else:
         make = _flat_class(dtype, compute_dtype) if may_shard else Weight
     return make(initializer, shape=shape, dtype=dtype, trainable=trainable, **kwargs)
+
+
+def with_stored_value(initializer: Callable, path: str) -> Callable:
+    """Return the initializer of a weight, which reads its stored value inside `values_from`.
+
+    A `StoredValue` is returned unchanged.
+    """
+    if _stored_values.get() is None or isinstance(initializer, StoredValue):
+        return initializer
+    return StoredValue(functools.partial(_stored_values.get(), path))
 
 
 def may_shard_over_data(

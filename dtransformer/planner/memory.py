@@ -14,7 +14,7 @@ from dtransformer.planner.formulas import (
 )
 from dtransformer.planner.job import ParameterBytes
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.shape import BlockKind, ModelShape
+from dtransformer.planner.shape import QUANTIZED_BYTES, BlockKind, ModelShape
 from dtransformer.planner.stages import StageKind, worst_stage_costs
 
 
@@ -26,7 +26,8 @@ class Memory(typing.NamedTuple):
         activations: Activations that blocks save for their backward pass.
         logits: Logits with their gradient, and saved embeddings.
         buffers: Unsharded weights of blocks at level 3. Reduction buckets at levels 1 and 2, or the
-            gradients of a model chunk if pipelines reduce each micro-batch.
+            gradients of a model chunk if pipelines reduce each micro-batch. Kernels that are
+            dequantized together.
     """
 
     weights: np.ndarray
@@ -147,13 +148,18 @@ def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, aliv
     trained = stage_parameters(model, layouts, stage, is_trained=True)
     # Frozen weights also have a float32 master copy.
     master_bytes = states - parameter_bytes.states
+    quantized = sum(n * model.quantized_parameters(k) for n, k in zip(stage.blocks, model.kinds))
+    quantized = quantized / t
+    quantized_bytes = QUANTIZED_BYTES.get(model.base_dtype, 0)
     totals = dict.fromkeys(("weights", "gradients", "states"), 0.0)
+    totals["weights"] = state_bytes(quantized, num_shards, layouts.level, quantized_bytes)[0]
     for is_trained, sizes in (
         (False, (weights, 0, master_bytes)),
         (True, (0, gradients, parameter_bytes.states)),
     ):
         expert_parameters = stage_expert_parameters(model, layouts, stage, is_trained)
-        dense_parameters = (trained if is_trained else parameters) - expert_parameters
+        dense_parameters = trained if is_trained else parameters - quantized
+        dense_parameters = dense_parameters - expert_parameters
         dense = state_bytes(dense_parameters, num_shards, layouts.level, *sizes, accumulates)
         expert_shards = num_shards / expert_parallel
         experts = state_bytes(expert_parameters, expert_shards, layouts.level, *sizes, accumulates)
@@ -174,12 +180,18 @@ def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, aliv
     )
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
+    largest_quantized = max(model.quantized_parameters(kind) for kind in model.kinds) / t
+    unsharded -= 2 * largest_quantized * (item_bytes - quantized_bytes)
+    dequantized = 0.0
+    if model.base_dtype is not None:  # The first products of a feed-forward layer, in float32.
+        kernels = (1 + model.gated) * model.config.hidden_size * model.config.ffn_hidden_size
+        dequantized = kernels * (4 + item_bytes) / t
     bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
     # Pipelines reduce the gradients of all weights of a chunk together.
     reduces_chunks = (layouts.reduces > 0) & (layouts.stage > 1)
     chunk = np.where(reduces_chunks, trained / layouts.chunks * weights, 0)
     bucket = np.maximum(bucket, chunk)
-    totals["buffers"] = np.where(
+    totals["buffers"] = dequantized + np.where(
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )
     return totals

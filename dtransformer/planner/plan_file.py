@@ -78,7 +78,7 @@ def _remaining_steps(section, folder):
 
 def _model_section(model, folder):
     """Return the config's `model` section, or `None` if no config describes the network."""
-    full = dataclasses.replace(model, adapter_rank=0, frozen_blocks=0)
+    full = dataclasses.replace(model, adapter_rank=0, base_dtype=None, frozen_blocks=0)
     if folder is not None:
         section = {"from": str(folder)}
     elif model.name not in ARCHITECTURES:
@@ -91,6 +91,8 @@ def _model_section(model, folder):
         section = {"from": f"models/{model.name}"}
     if model.adapter_rank:
         section["adapters"] = {"rank": model.adapter_rank}
+        if model.base_dtype is not None:
+            section["adapters"]["base_dtype"] = model.base_dtype
     if model.frozen_blocks:
         section["freeze"] = _frozen_patterns(model)
     return section

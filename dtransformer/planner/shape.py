@@ -25,6 +25,11 @@ _ADAPTED = (
     "latent", "query_down", "query_up", "key_value",
 )  # fmt: skip
 
+# Bytes per parameter of quantized kernels: codes, and 8 bits and a group's scale and offset per
+# block of 64. `parallel.ops.block_quantization` has the formats.
+_SCALE_BYTES = (1 + 2 * 4 / 256) / 64
+QUANTIZED_BYTES = {"nf4": 1 / 2 + _SCALE_BYTES, "int8": 1 + _SCALE_BYTES}
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockKind:
@@ -65,9 +70,11 @@ class ModelShape:
             "gate", "projection" and "head". Multi-head latent attention uses the names of
             `Latent.kernels`.
         adapter_kind: "lora", or "dora" for adapters with a magnitude per output.
+        base_dtype: "nf4" or "int8" if the kernels of the blocks, except for experts, are stored in
+            this format under adapters. `None` for the dtype of the other weights.
 
     Raises:
-        InputError: If a length or rank is out of range, or a target is unknown.
+        InputError: If a length or rank is out of range, or a target or format is unknown.
     """
 
     name: str
@@ -80,6 +87,7 @@ class ModelShape:
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ("query", "value")
     adapter_kind: str = "lora"
+    base_dtype: str | None = None
 
     def __post_init__(self):
         if self.source_length is None:
@@ -92,6 +100,14 @@ class ModelShape:
                     f"{self.name}: unknown name {short_repr(name)} in `adapter_targets`, expected "
                     f"some of {', '.join(self._adapters())}."
                 )
+
+        if self.base_dtype is not None and self.base_dtype not in QUANTIZED_BYTES:
+            raise InputError(
+                f"{self.name}: `base_dtype` must be one of {', '.join(QUANTIZED_BYTES)}, got "
+                f"{short_repr(self.base_dtype)}."
+            )
+        if self.base_dtype is not None and not self.adapter_rank:
+            raise InputError(f"{self.name}: `base_dtype` requires adapters. Set `adapter_rank`.")
 
     def _check(self, minimum, *names):
         for name in names:
@@ -220,6 +236,13 @@ class ModelShape:
     def expert_parameters(self, kind: BlockKind) -> int:
         """Return the number of kernel parameters of a feed-forward layer or of one expert."""
         return (3 if self.gated else 2) * self.config.hidden_size * self.inner_size(kind)
+
+    def quantized_parameters(self, kind: BlockKind) -> int:
+        """Return the number of parameters of a block in the format `base_dtype`, or 0."""
+        if self.base_dtype is None:
+            return 0
+        dense = 0 if kind.has_experts else self.expert_parameters(kind)
+        return len(kind.attended) * self.attention_parameters() + dense
 
     def experts_parameters(self, kind: BlockKind) -> int:
         """Return the number of kernel parameters of a block's routed experts, or 0."""

@@ -15,6 +15,7 @@ from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
 from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_here
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tensor_parallel.quantized_kernel import get_quantized_kernels
 from dtransformer.planner.formulas import sums_over_model
 from dtransformer.reports import audit
 from dtransformer.reports.expert_load import all_to_all_bytes, buffer_elements, summed_elements
@@ -99,7 +100,7 @@ class CommunicationReport:
         """
         elements = 0
         for c in self.get_layer(path):
-            if c.over == "model":
+            if c.over == "model" and c.elements > 1:  # A scalar only orders computations.
                 elements += c.elements if c.kind == "all-reduce" else c.elements / 2
         return round(elements)
 
@@ -222,12 +223,11 @@ def block_formula(network, stream_shapes):
             shards_input=config.recompute_slice_activation,
             repeated=repeated / elements,
         )
-        norms = sum(map(_num_summed_norms, block.variables)) / elements
-        sums += sum(_sharded_adapter_rank(weight) for weight in block.variables) / features + norms
+        kernels = [*block.variables, *get_quantized_kernels(block)]
+        norms = sum(map(_num_summed_norms, kernels)) / elements
+        sums += sum(map(_sharded_adapter_rank, kernels)) / features + norms
         if is_repeated and config.mp_comm_recompute:
-            input_ranks = [
-                _sharded_adapter_rank(weight, of_inputs=True) for weight in block.variables
-            ]
+            input_ranks = [_sharded_adapter_rank(weight, of_inputs=True) for weight in kernels]
             sums += sum(input_ranks) / features + norms
         formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula

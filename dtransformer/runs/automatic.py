@@ -104,6 +104,8 @@ def get_run_shape(config: RunConfig, length: int) -> ModelShape:
                 "adapter_targets": _adapter_targets(adapters.targets),
             }
             adapter_options["adapter_kind"] = adapters.kind
+            # A choice of `base_targets` is planned like all kernels of the blocks.
+            adapter_options["base_dtype"] = adapters.base_dtype
         positions = _task_class(config).predicted_positions(config)
         name = config.model.preset or config.model.from_ or f"{config.task} model"
         lengths = {"sequence_length": length, "predicted_positions": positions}

@@ -6,6 +6,7 @@ import pathlib
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import free_memory
 from dtransformer.parallel.runtime import job
+from dtransformer.planner.shape import QUANTIZED_BYTES
 from dtransformer.runs.config import RunConfig
 
 _FLOAT_BYTES = 4  # bytes of a float32
@@ -60,16 +61,19 @@ def check_network(network: object) -> None:
     )
 
 
-def check_published(folder: pathlib.Path) -> None:
+def check_published(folder: pathlib.Path, base_dtype: str | None = None) -> None:
     """Check that the free memory suffices for a rank's share of published weights.
 
     Args:
         folder: Folder of the weights.
+        base_dtype: Format that kernels are quantized to, or `None`.
 
     Raises:
         InputError: If the free memory is too small, even if all ranks share the weights.
     """
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if base_dtype is not None:
+        size = int(size * QUANTIZED_BYTES[base_dtype] / _FLOAT_BYTES)
     _check(f"Loading the weights of `{folder}`", size // _num_ranks())
 
 

@@ -1,12 +1,13 @@
 """Create the network of a run from published weights, another run, a preset or sizes."""
 
+import contextlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from dtransformer.architectures import Architecture, get_architecture
 from dtransformer.errors import InputError, raise_as_input_error, short_repr
-from dtransformer.models import EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora
+from dtransformer.models import EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora, quantize
 from dtransformer.models.base import TokenModel
 from dtransformer.models.lora import get_adapters
 from dtransformer.models.presets import from_preset
@@ -56,7 +57,8 @@ def make_network(
     precision = precision or config.training.precision
     sizes = get_sizes(config)
     try:
-        network = _create(config, kind, vocab_size, precision, sizes, load_run, arguments)
+        with _quantized_base(config):
+            network = _create(config, kind, vocab_size, precision, sizes, load_run, arguments)
     except InputError:
         raise
     except (TypeError, ValueError) as error:
@@ -72,6 +74,19 @@ def make_network(
             "the tokenizer of this model."
         )
     return network
+
+
+def _quantized_base(config):
+    """Return a context manager that quantizes the kernels under the config's adapters."""
+    adapters = config.model.adapters
+    if adapters is None or adapters.base_dtype is None:
+        return contextlib.nullcontext()
+    if config.model.from_ is not None and is_run(config.model.from_):
+        raise InputError(
+            "`model.adapters.base_dtype` requires a published folder in `model.from`, but "
+            f"{config.model.from_} is a run. Export the run first, with `export.folder`."
+        )
+    return quantize(adapters.base_dtype, adapters.base_targets)
 
 
 def get_sizes(config: RunConfig) -> dict[str, Any]:
@@ -136,7 +151,8 @@ def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):
     if options.from_ is not None and options.preset is not None:
         raise InputError("`model.from` and `model.preset` are both set. Remove one of them.")
     if options.from_ is not None:
-        return load(pathlib.Path(options.from_), precision, sizes, load_run)
+        base_dtype = None if options.adapters is None else options.adapters.base_dtype
+        return load(pathlib.Path(options.from_), precision, sizes, load_run, base_dtype)
     if options.preset is not None:
         _, preset = get_architecture(options.preset)
         defaults = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
@@ -150,7 +166,11 @@ def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):
 
 
 def load(
-    folder: pathlib.Path, precision: str, sizes: dict[str, Any], load_run: Callable
+    folder: pathlib.Path,
+    precision: str,
+    sizes: dict[str, Any],
+    load_run: Callable,
+    base_dtype: str | None = None,
 ) -> TokenModel:
     """Return the network of a published folder, or of another run with its adapters merged.
 
@@ -159,6 +179,7 @@ def load(
         precision: Name of the dtype policy.
         sizes: Network arguments that override the config of a published folder.
         load_run: Function that loads the task of another run; see `Task`.
+        base_dtype: Type of quantized kernels. Defaults to `None`, no quantization.
 
     Raises:
         InputError: If the folder is unusable, or `sizes` are given for a run.
@@ -173,7 +194,7 @@ def load(
             merge_lora(network)
             unfreeze(network)
         return network
-    needs.check_published(folder)
+    needs.check_published(folder, base_dtype)
     return from_pretrained(folder, dtype=precision, **sizes)
 
 

@@ -10,7 +10,8 @@ QUICK = """
     causal/dp2mp2@4x1+rows+sp+whole2+recompute bert/mp2pp2m2-gpipe@4x1+rows+sp
     lamb/dp2pp2m2-zb_h1@4x1+whole1 causal/dp2pp2m2-1f1b@4x1+shard2+reduce
     causal/dp2pp2m2-1f1b@4x1+shard3
-    llama_lora/dp2@2x1+shard3+recompute long/dp2cp2m2@2x2+ulysses+shard1+recompute
+    llama_lora/dp2@2x1+shard3+recompute llama_qlora/mp2@1x2+recompute
+    long/dp2cp2m2@2x2+ulysses+shard1+recompute
     long_causal/cp2mp2@2x2+rows+ring long_causal/dp2cp2m2-interleaved2@2x2+all_gather+shard3
     long_causal/cp2pp2m2-1f1b@2x2+ring long_moe/dp2cp2ep2-interleaved2@1x4+ring
     moe/dp4ep2@2x2+shard2 moe/dp2mp2ep2m2@2x2+rows+sp+shard3+recompute
@@ -35,6 +36,9 @@ LONG = """
     llama_lora/mp2@2x1+sp llama_lora/mp2pp2m2-1f1b@2x2+rows llama_lora/dp2@2x1+shard1
     llama_lora/dp2@2x1+shard2 llama_lora/pp2m4-zb_h1@2x1 tied.used/dp2@2x1+shard3+recompute
     llama_lora.used/dp2@2x1+shard3 llama_lora.used/pp2m4-1f1b@2x1 llama_lora/dp2mp2@2x2+shard3
+    llama_qlora/dp2@2x1 llama_qlora/dp2@2x1+shard1 llama_qlora/dp2@2x1+shard2
+    llama_qlora.used/dp2@2x1+shard3 llama_qlora.used/mp2@1x2+rows+sp
+    llama_qlora/dp2mp2@2x2+shard3 llama_qlora.used/pp2m4-1f1b@2x1 llama_qlora/pp2m4-zb_h1@2x1
     llama_lora/dp2@2x1+whole2 deep_llama_frozen.used/dp2mp2@2x2+rows
     deep_llama_frozen/dp2@2x1+shard3 deep_llama_frozen/dp2@2x1+shard1
     deep_llama_frozen/dp2mp2@2x2+shard2 deep_llama_frozen/pp2m4-zb_h1@2x1

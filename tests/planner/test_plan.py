@@ -561,6 +561,27 @@ def test_frozen_weights_have_no_gradients_and_states(level, precision):
         assert planned.flops_share < 0.7
 
 
+@pytest.mark.parametrize("level", range(4))
+def test_quantized_kernels_reduce_the_memory_of_weights(level):
+    job, devices = Job(64, "mixed_bfloat16"), cluster(8)
+    config = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=level)
+    weights = {
+        kind: cost(get_model("llama3_8b", adapter_rank=8, base_dtype=kind), devices, job, config)
+        for kind in (None, "nf4", "int8")
+    }
+    kernels = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    before = weights[None].bytes_by_kind["weights"]
+    for kind, bytes_per_parameter in (("nf4", 0.516), ("int8", 1.016)):
+        saved = before - weights[kind].bytes_by_kind["weights"]
+        size = {0: 4, 1: 2, 2: 2, 3: 4}[level]
+        expected = kernels * (size - bytes_per_parameter) / (8 if level == 3 else 1)
+        assert saved == pytest.approx(expected, rel=1e-3)
+    with pytest.raises(InputError, match="`base_dtype` requires adapters"):
+        get_model("llama3_8b", base_dtype="nf4")
+    with pytest.raises(InputError, match="`base_dtype` must be one of nf4, int8, got 'fp4'"):
+        get_model("llama3_8b", adapter_rank=8, base_dtype="fp4")
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_muon_has_two_states_for_tables_and_one_for_blocks(level):
     model, devices = get_model("llama3_8b"), cluster(8)

@@ -56,6 +56,13 @@ def test_published_folder_with_adapters_is_a_full_config(precision, folder, tmp_
 
 
 @pytest.mark.tensorflow
+def test_plan_of_quantized_kernels_writes_their_format(folder, tmp_path):
+    options = ["--model", str(folder), "--lora", "16", "--base-dtype", "nf4"]
+    content, _ = write_plan(tmp_path, *options)
+    assert content["model"]["adapters"] == {"rank": 16, "base_dtype": "nf4"}
+
+
+@pytest.mark.tensorflow
 def test_published_folder_trains_from_its_weights(folder, tmp_path):
     content, comments = write_plan(tmp_path, "--model", str(folder))
     assert content["model"] == {"from": str(folder)}

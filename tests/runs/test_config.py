@@ -202,6 +202,11 @@ def test_sources_and_adapters_are_mappings(tmp_path):
     settings = ["model.adapters.kind=dora", "model.adapters.alpha=2"]
     adapters = load_config(path, settings).model.adapters
     assert (adapters.rank, adapters.kind, adapters.alpha) == (4, "dora", 2.0)
+    adapters = load_config(path, ["model.adapters.base_dtype=nf4"]).model.adapters
+    assert (adapters.base_dtype, adapters.base_targets) == ("nf4", "*_kernel")
+    for wrong in ("base_dtype=fp4", "load_in_4bit=true"):
+        with pytest.raises(InputError, match=f"model.adapters.*{wrong.partition('=')[0]}"):
+            load_config(path, [f"model.adapters.{wrong}"])
     with pytest.raises(InputError, match="`model.adapters`: unknown key `sort`"):
         load_config(path, ["model.adapters.sort=dora"])
     save_config(config, tmp_path / "saved.yaml")

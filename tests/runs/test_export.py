@@ -153,3 +153,26 @@ def test_base_without_a_head_is_trained_for_labels_and_vectors(place, capsys):
     path.write_text(json.dumps({"task": "masked_lm", "data": data, "model": {"from": "bert"}}))
     assert main(["train", "--config", str(path), "--run", "runs/masked"]) == 2
     assert "bert has a PoolingHead, but task masked_lm trains" in capsys.readouterr().err
+
+
+def test_runs_with_quantized_kernels_export_their_results(place, capsys):
+    sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 128}
+    arguments = from_pretrained(place / "llama").arguments
+    network = type(from_pretrained(place / "llama"))(**{**arguments, **sizes})
+    network.build()
+    shutil.copytree(place / "llama", place / "llama-64")
+    save_pretrained(network, place / "llama-64", "llama", overwrite=True)
+    adapters = {"rank": 2, "targets": "*_kernel", "base_dtype": "nf4"}
+    model = {"from": "llama-64", "adapters": adapters}
+    folder = train("chat", place, "quantized", model, "training.precision=float32")
+    exported = from_pretrained(folder)
+    run = load_run("runs/quantized").core
+    assert any(weight.path.endswith("query_kernel_codes") for weight in run.weights)
+    ids = np.random.default_rng(0).integers(3, 280, (2, 9))
+    np.testing.assert_allclose(run(ids), exported(ids), rtol=0, atol=1e-5)
+    again = {"from": "runs/quantized", "adapters": adapters}
+    capsys.readouterr()
+    path = place / "again.yaml"
+    path.write_text(json.dumps(CONFIGS["chat"] | {"model": again, "tokenizer": {}}))
+    assert main(["train", "--config", str(path), "--run", "runs/again"]) == 2
+    assert "requires a published folder in `model.from`" in capsys.readouterr().err

@@ -25,7 +25,8 @@ from dtransformer.models.pretrained.families.task_heads import (
     network_tensors,
 )
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, WEIGHTS, write_modules
-from dtransformer.models.pretrained.stored_weights import path_without_network, sinusoids
+from dtransformer.models.pretrained.stored_weights import sinusoids
+from dtransformer.models.weight_paths import weights_by_path
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,
     broadcast_arrays,
@@ -55,9 +56,9 @@ def save_pretrained(
 ) -> pathlib.Path:
     """Save a network to a folder that `transformers` and `from_pretrained` load.
 
-    Call it on all ranks, in any layout. Rank 0 writes and needs memory for all weights. The
-    tokenizer's files are copied as well. If the folder contains another model, a new folder
-    next to it is used, and a warning names it.
+    Call it on all ranks, in any layout. Rank 0 writes and needs memory for all weights.
+    Quantized kernels are dequantized. The tokenizer's files are copied as well. If the folder
+    contains another model, a new folder next to it is used, and a warning names it.
 
     Args:
         network: Built network.
@@ -82,7 +83,7 @@ def save_pretrained(
 
     def checked():
         config = hf_config(network, family)
-        if any(get_low_rank(variable) is not None for variable in network.variables):
+        if any(get_low_rank(x) is not None for x in weights_by_path(network).values()):
             raise InputError(
                 "The network has adapters. Save them with `save_lora`, or call `merge_lora` before "
                 "saving the network."
@@ -156,7 +157,7 @@ def save_on_chief(
 
 def _values_on_chief(network):
     """Return a dict of the full weights of all stages on rank 0. Call it on all ranks."""
-    variables = {path_without_network(variable): variable for variable in network.variables}
+    variables = weights_by_path(network)
     group = job.pipeline_group()
     paths_by_rank = all_gather_json(list(variables), "pretrained/paths")
     result = {}

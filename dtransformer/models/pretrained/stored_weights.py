@@ -95,11 +95,6 @@ def _check_constants(content, constants):
             )
 
 
-def path_without_network(variable: keras.Variable) -> str:
-    """Return a variable's path without the network's name."""
-    return variable.path.partition("/")[2]
-
-
 class StoredWeights:
     """Reader of a network's weights from a published model's folder.
 

@@ -33,6 +33,10 @@ from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.ops.split_backward import is_split, product
 from dtransformer.parallel.recompute.recompute import keep_for_recompute
+from dtransformer.parallel.tensor_parallel.quantized_kernel import (
+    is_quantized,
+    multiply_dequantized,
+)
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.zero.units import is_unit, run_product
@@ -169,6 +173,10 @@ def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf
 
 def _columns(x, kernels, axes):
     """Return the products without low-rank adapters. See `column_parallel`."""
+    if any(map(is_quantized, kernels)):
+        if not all(map(is_quantized, kernels)):
+            return [_columns(x, [kernel], axes)[0] for kernel in kernels]
+        return multiply_dequantized(lambda x, values: _columns(x, values, axes), x, kernels)
     if not trace.is_on_mesh():
         return [matmul(x, kernel) for kernel in kernels]
     sequences = _as_sequences(x, 1)
@@ -238,6 +246,8 @@ def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
 
 def _rows(x, kernel, axes):
     """Return the product without a low-rank adapter. See `row_parallel`."""
+    if is_quantized(kernel):
+        return multiply_dequantized(lambda x, values: [_rows(x, *values, axes)], x, [kernel])[0]
     if not trace.is_on_mesh():
         return matmul(x, kernel, len(axes))
 
