@@ -34,7 +34,7 @@ SMALL = {
         "batch_size=64": "batch_size=4",
         "256": "16",
         "num_layers=4": "num_layers=1",
-        "er 8000": "er 50",
+        "er 8000": "er 40",
     },
     "experts.md": {"32000": "60", "512": "16", "=12": "=2"},
     "fine-tuning.md": {"512": "32", "batch_size=8": "batch_size=2"},
@@ -125,7 +125,7 @@ def write_page_files(page):
         import gzip
 
         with gzip.open("news.jsonl.gz", "wt") as file:
-            file.write(json.dumps({"text": "Some news."}))
+            file.write(json.dumps({"text": text}))
     elif page == "planner.md":
         options = ["--devices", "1", "--device", "h100", "--global-batch", "8"]
         assert cli.main(["plan", "--model", "bert-base", *options, "--yaml", "plan.yaml"]) == 0

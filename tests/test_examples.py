@@ -54,6 +54,22 @@ def test_language_model_examples_train_and_resume(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_mixture_example_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(FOLDER / "embedded_text.py", "--sentences", 1500)
+    prepare = ["-m", "dtransformer.cli", "prepare", "--lm", "--input"]
+    run(*prepare, "data/lm/train.txt", "--train-tokenizer", 400, "--out", "data/corpus")
+    pages = ROOT.glob("docs/*.md")
+    run(*prepare, *pages, "--tokenizer", "data/corpus/tokenizer", "--out", "data/manual")
+    train = ["-m", "dtransformer.cli", "train", "--config", FOLDER / "mixture.yaml"]
+    printed = run(*train, "--set", "training.epochs=1", "training.max_steps=20")
+    assert "Source data/manual: " in printed
+    lines = pathlib.Path("runs/mixture/metrics.jsonl").read_text().splitlines()
+    *_, last = map(json.loads, lines)
+    assert last["epochs/data/corpus"] > 0 and last["gradient_norm/blocks/block_2"] > 0
+
+
+@pytest.mark.long
 def test_t5_learns_to_translate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("-m", "dtransformer.cli", "prepare", "--embedded", "--out", "data/embedded")

@@ -1,6 +1,7 @@
 """Private names of Keras' optimizers."""
 
 import contextlib
+import functools
 
 import keras
 
@@ -45,6 +46,19 @@ def patched(owner: object, **attributes):
         current.update(saved)
 
 
+@contextlib.contextmanager
+def declared_dtype(variables: list, dtype: str):
+    """Context manager in which Keras variables report another dtype, without a conversion.
+
+    Keras' operations choose their type by it. Unnecessary if optimizers could compute in a wider type
+    than their states.
+    """
+    with contextlib.ExitStack() as stack:
+        for variable in variables:
+            stack.enter_context(patched(variable, _dtype=dtype))
+        yield
+
+
 def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) -> dict:
     """Return attributes for `patched` that multiply an optimizer's learning rate by `factor`.
 
@@ -73,8 +87,9 @@ def average_only(
 ) -> dict:
     """Return attributes for `patched` that restrict `use_ema` to some of the variables.
 
-    The dict is empty without `use_ema`. Unnecessary if `apply` averaged only the variables that it
-    receives.
+    They also select new values instead of branching, because a branch cannot assign tensors of the
+    outer graph. The dict is empty without `use_ema`. Unnecessary if `apply` averaged and overwrote only
+    the variables that it receives.
 
     Args:
         optimizer: Built Keras optimizer.
@@ -85,7 +100,21 @@ def average_only(
     if not averages:
         return {}
     selected = [averages[i] for i in indices]
-    return {"_trainable_variables": variables, "_model_variables_moving_average": selected}
+    settings = {"_trainable_variables": variables, "_model_variables_moving_average": selected}
+    if optimizer.ema_overwrite_frequency:
+        overwrite = functools.partial(
+            _average_and_overwrite, optimizer, selected, optimizer.ema_overwrite_frequency
+        )
+        settings["_update_model_variables_moving_average"] = overwrite
+        settings["ema_overwrite_frequency"] = None
+    return settings
+
+
+def _average_and_overwrite(optimizer, averages, frequency, variables):
+    type(optimizer)._update_model_variables_moving_average(optimizer, variables)
+    is_due = keras.ops.equal((optimizer.iterations + 1) % frequency, 0)
+    for variable, average in zip(variables, averages):
+        variable.assign(keras.ops.where(is_due, average, variable))
 
 
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:

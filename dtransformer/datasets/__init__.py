@@ -7,7 +7,7 @@ Documents: `documents` reads files. `shard_writer` tokenizes documents and write
 `token_shards` reads them. Both use `shard_manifest`. `language_model`, `masked_language_model` and
 `span_corruption` make batches of packed documents. `next_sentences` and `instructions` build rows
 from the parts of documents. All of them derive from `indexed_batches`, which shuffles with
-`mixture`.
+`mixture`. `shard_mixture` mixes folders of token shards by weights.
 
 Tokenizers: `tokenizer` trains subword tokenizers, using `vocabulary` and `published_form`.
 `byte_level` trains lossless tokenizers for language models. `tokenizer_folder` loads published
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dtransformer.datasets.language_model import LanguageModelBatches
     from dtransformer.datasets.masked_language_model import MaskedLanguageModelBatches
     from dtransformer.datasets.next_sentences import NextSentenceBatches
+    from dtransformer.datasets.shard_mixture import MixedBatches, ShardMixture
     from dtransformer.datasets.shard_writer import write_token_shards
     from dtransformer.datasets.span_corruption import SpanCorruptionBatches
     from dtransformer.datasets.token_shards import TokenShards
@@ -42,7 +43,9 @@ __all__ = [
     "InstructionBatches",
     "LanguageModelBatches",
     "MaskedLanguageModelBatches",
+    "MixedBatches",
     "NextSentenceBatches",
+    "ShardMixture",
     "SpanCorruptionBatches",
     "SubwordTokenizer",
     "TokenShards",
@@ -67,6 +70,7 @@ _MODULES = (
     "language_model",
     "masked_language_model",
     "next_sentences",
+    "shard_mixture",
     "shard_writer",
     "span_corruption",
     "token_shards",

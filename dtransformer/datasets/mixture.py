@@ -8,12 +8,16 @@ Reference:
     error of less than one record.
 """
 
+import fractions
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from dtransformer.errors import InputError
+
 _ROUNDS = 6
+_MAX_PERIOD = 10**6
 
 
 def permuted(indices: np.ndarray, size: int, seed: Sequence[int]) -> np.ndarray:
@@ -85,19 +89,19 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
     >>> mixture_order([100, 100], [0.75, 0.25], "first_ends")[:8].tolist()
     [0, 0, 0, 1, 0, 0, 0, 1]
     """
-    fractions = np.array(weights, np.float64) / np.sum(weights)
+    shares = np.array(weights, np.float64) / np.sum(weights)
     sizes = np.array(sizes, np.int64)
     if mode != "once":
-        ends = sizes / fractions
+        ends = sizes / shares
         num_records = math.ceil(ends.max()) if mode == "repeat" else max(int(ends.min()), 1)
-        return _balanced(fractions, num_records)
+        return _balanced(shares.tolist(), num_records)
     order = []
     left = sizes.copy()
     sources = np.arange(len(sizes))
     while len(sources):
-        source_fractions = fractions[sources] / fractions[sources].sum()
-        num_records = max(int((left[sources] / source_fractions).min()), 1)
-        part = sources[_balanced(source_fractions, num_records)]
+        source_shares = shares[sources] / shares[sources].sum()
+        num_records = max(int((left[sources] / source_shares).min()), 1)
+        part = sources[_balanced(source_shares.tolist(), num_records)]
         counts = np.bincount(part, minlength=len(sizes))
         if (counts > left).any():  # A source may come one position early, when it is exhausted.
             turns = np.zeros(len(part), np.int64)
@@ -111,19 +115,64 @@ def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "o
     return np.concatenate(order).astype(np.int32)
 
 
-def _balanced(fractions, num_records):
-    """Return the source index of `number` records, by earliest deadline; int64 [number]."""
-    fractions = fractions.tolist()
-    counts = [0] * len(fractions)
+def _balanced(weights, num_records, total=1):
+    """Return the source index of `num_records` records, by earliest deadline; int64 [num_records].
+
+    Weights are fractions, or integers with the sum `total`, whose order is exact.
+    """
+    counts = [0] * len(weights)
     order = np.zeros(num_records, np.int64)
-    sources = range(len(fractions))
+    sources = range(len(weights))
     for position in range(num_records):
         # A source may come if it has fewer records than its fraction of the first place + 1.
-        ready = [j for j in sources if counts[j] < fractions[j] * (position + 1)]
-        chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / fractions[j], j))
+        ready = [j for j in sources if counts[j] * total < weights[j] * (position + 1)]
+        chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / weights[j], j))
         counts[chosen] += 1
         order[position] = chosen
     return order
+
+
+class MixtureOrder:
+    """Endless order of sources. Every prefix matches the weights with an error below one row.
+
+    Weights are exact decimal numbers: 0.1 is one tenth. So the order repeats, at the latest after
+    the sum of the weights in units of their last digit.
+
+    Args:
+        weights: List with the positive weight of each source.
+
+    Raises:
+        InputError: If the order repeats after more than a million rows.
+
+    Example:
+
+    >>> order = MixtureOrder([0.75, 0.25])
+    >>> [order.place(row) for row in range(5)]
+    [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3)]
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        exact = [fractions.Fraction(str(weight)) for weight in weights]
+        shares = [weight / sum(exact) for weight in exact]
+        period = math.lcm(*(share.denominator for share in shares))
+        if period > _MAX_PERIOD:
+            raise InputError(
+                f"The order of the weights {list(weights)} repeats only after {period:,} rows. Round "
+                "the weights to fewer digits, such as 0.333."
+            )
+        self._order = _balanced([int(share * period) for share in shares], period, period)
+        is_source = self._order[:, None] == np.arange(len(weights))
+        self._counts = np.cumsum(np.pad(is_source, ((1, 0), (0, 0))), axis=0)
+
+    def counts(self, num_rows: int) -> np.ndarray:
+        """Return the number of rows of each source in the first `num_rows` rows, int64 [sources]."""
+        periods, rest = divmod(num_rows, len(self._order))
+        return periods * self._counts[-1] + self._counts[rest]
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the source of a row and the number of earlier rows of this source."""
+        source = int(self._order[row % len(self._order)])
+        return source, int(self.counts(row)[source])
 
 
 def mixed_records(

@@ -20,6 +20,7 @@ from dtransformer.datasets import shard_manifest
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import FilePath, check_path, inside
 
+_ENCODING = "dtype", "tokenizer"  # Fields of the manifest.
 _MAX_OPEN_SHARDS = 128  # Maximum number of shards whose files stay open.
 
 
@@ -40,6 +41,7 @@ class TokenShards:
             not written.
         vocab_size: Number of ids of the tokenizer.
         special_ids: Dict of the ids of its special tokens, such as `{"pad": 0, "start": 2}`.
+        encoding: Tuple that is equal for folders of equal tokenizers and id types.
         fingerprint: 16 hexadecimal digits that identify the tokens and the tokenizer.
 
     Raises:
@@ -77,6 +79,7 @@ class TokenShards:
         self.num_skipped = self._manifest["left_out"]
         self.vocab_size = self._manifest["vocab_size"]
         self.special_ids = dict(self._manifest["special_ids"])
+        self.encoding = self.vocab_size, self.special_ids, *map(self._manifest.get, _ENCODING)
         self.fingerprint = shard_manifest.fingerprint(self._manifest)
         open_shard = functools.partial(shard_manifest.open_shard, self.folder, self._manifest)
         self.shard = functools.lru_cache(_MAX_OPEN_SHARDS)(open_shard)

@@ -11,7 +11,7 @@ from dtransformer.planner.clusters import Device
 from dtransformer.planner.layouts import Layouts
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
-# Float32 state values per parameter. Adafactor's row and column statistics are negligible.
+# State values per parameter. Adafactor's row and column statistics are negligible.
 OPTIMIZERS = {
     "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "muon": 1, "adam": 2, "adamw": 2, "nadam": 2,
     "adamax": 2, "lamb": 2, "adafactor": 0,
@@ -186,22 +186,23 @@ class Job:
     def system(self) -> System:
         """Return the properties of this library when it trains the job.
 
-        Variables, gradients and states are float32 except with the precision "bfloat16".
+        Variables, gradients and states are float32 except with the precision "bfloat16" and, for
+        states, with `optimizer_state_dtype`.
         """
         value_bytes = 2 if self.precision == "bfloat16" else 4
+        config = self.fixed_config()
+        moment_bytes = 2 if config.optimizer_state_dtype == "bfloat16" else value_bytes
         parameter_bytes = ParameterBytes(
             weights=value_bytes,
             gradients=value_bytes,
-            states=value_bytes * (OPTIMIZERS[self.optimizer] + self.averages),
+            states=moment_bytes * OPTIMIZERS[self.optimizer] + value_bytes * self.averages,
             # Muon updates tables and heads with AdamW, which has a second state.
-            table_states=value_bytes * (self.optimizer == "muon"),
+            table_states=moment_bytes * (self.optimizer == "muon"),
             copies_weights=self.is_mixed and value_bytes == 4,
         )
         return System(
             parameter_bytes,
-            sent_gradient_bytes=value_bytes
-            if self.fixed_config().gradient_dtype == "float32"
-            else 2,
+            sent_gradient_bytes=value_bytes if config.gradient_dtype == "float32" else 2,
             # Assumption: a single compiled function can overlap half of the reductions.
             hidden_share=0.5,
             # All levels count the gradient rows of embedding tables. Levels 1 and 2 also exchange

@@ -148,9 +148,8 @@ def cost(
             `data_parallel · micro_batch_num` does not divide the batch.
     """
     layouts = layout_from_config(config, job.global_batch, cluster)
-    job = dataclasses.replace(
-        job.on(cluster.device), fixed={"gradient_dtype": config.gradient_dtype}
-    )
+    fixed = {name: getattr(config, name) for name in ("gradient_dtype", "optimizer_state_dtype")}
+    job = dataclasses.replace(job.on(cluster.device), fixed=fixed)
     memory, time = evaluate(model, cluster, job, layouts)
     result = build_cost(model, cluster, job, layouts, memory, time, 0)
     change = "" if result.fits else cheapest_change(model, cluster, job, layouts)
@@ -162,7 +161,8 @@ def cheapest_change(model: ModelShape, cluster: Cluster, job: Job, current: Layo
 
     The closest layout changes the fewest fields of `current`. The fastest one breaks ties.
     """
-    free = dataclasses.replace(job, fixed={})
+    state_dtype = job.fixed_config().optimizer_state_dtype
+    free = dataclasses.replace(job, fixed={"optimizer_state_dtype": state_dtype})
     try:
         layouts = enumerate_layouts(model, cluster, free)
     except InputError:

@@ -38,8 +38,10 @@ class MemoryRow:
     """Memory of one kind.
 
     Args:
-        what: "weights", "gradients", "optimizer states" or "activations". On GPUs also "NCCL's
-            buffers", which TensorFlow's allocator does not include.
+        what: "weights", "gradients", "optimizer states" or "activations". With `CrossEntropyLoss` and
+            batches of fixed size also "logits": the logits that the loss computes together, of one
+            chunk if it computes chunks, with their gradient. On GPUs also "NCCL's buffers", which
+            TensorFlow's allocator does not include.
         planned: Planned bytes on this rank.
         measured: Bytes of existing tensors, or `None` if unknown.
     """
@@ -80,7 +82,7 @@ class MemoryReport:
         return f"{table}\nattention: {self.attention}" if self.attention else table
 
 
-def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1):
+def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1, logit_bytes=None):
     """Return the memory report of a trainer that has run a step.
 
     Args:
@@ -90,6 +92,8 @@ def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1)
         input_shapes: Nested shapes of the inputs that this rank's mesh computes in one call, or
             `None`.
         num_stored_passes: Number of such inputs whose activations are stored simultaneously.
+        logit_bytes: Bytes of the logits that a device computes together. Defaults to `None`: the
+            report has no row for them.
 
     Returns:
         A `MemoryReport`.
@@ -123,6 +127,8 @@ def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1)
         MemoryRow("optimizer states", planned_states, _bytes(states)),
         MemoryRow("activations", activation_bytes(network, input_shapes, num_stored_passes)),
     )
+    if logit_bytes is not None:
+        rows += (MemoryRow("logits", logit_bytes),)
     # Communication between several logical GPUs goes through the host, without NCCL.
     if device_type() == "GPU" and logical_gpus() == 1:
         rows += (MemoryRow("NCCL's buffers", NCCL_BYTES * _num_communicators()),)
@@ -152,9 +158,8 @@ def _state_bytes(optimizer, states, update):
         unit_states = [x[unit_index] for x in lists if x[unit_index] is not None]
         unit_states = [v for v in unit_states if tuple(v.shape) == tuple(shape)]
         remaining -= _bytes(unit_states)
-        planned += len(unit_states) * sum(
-            row.updated_elements(plan.index) * row.item_bytes for row in rows
-        )
+        state_item_bytes = sum(tf.as_dtype(v.dtype).size for v in unit_states)
+        planned += state_item_bytes * sum(row.updated_elements(plan.index) for row in rows)
     return planned + remaining
 
 

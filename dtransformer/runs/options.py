@@ -74,7 +74,7 @@ class TranslationData:
 class DocumentData:
     """Documents and the rows made from them."""
 
-    train: Sources = ()  # Text files, record files, or a folder from `prepare --lm`
+    train: Sources = ()  # Text or record files, or folders from `prepare --lm`, with weights
     dev: Sources = ()  # Held-out documents, for val_loss and perplexity
     field: Name = "text"  # Key or column of the text in records
     documents: Literal["blank_line", "line", "file"] = "blank_line"  # End of each document
@@ -198,6 +198,7 @@ class OptimizerOptions:
     chunk_tokens: Literal["auto"] | Count | None = "auto"  # Tokens per chunk of logits
     ema: Rate = 0.0  # Momentum of averaged weights, used for evaluation and export
     guard: Guard = None  # {skip_spikes: 8.0, stop_after: 5}; null disables
+    log_gradient_norms: bool = False  # Also log the gradient norm of each block and other layer
     groups: Groups = ()  # [{pattern: …, learning_rate_factor: …, weight_decay: …}]
     muon: Muon = None  # {momentum: …, rms_rate: …, adam_lr_ratio: …} of the optimizer muon
 

@@ -246,6 +246,7 @@ def make_trainer(task: Task, total_steps: int, teacher: TokenModel | None = None
             jit_compile=options.jit_compile,
             steps_per_execution=options.steps_per_execution,
             guard=guard,
+            log_gradient_norms=options.log_gradient_norms,
             teacher=teacher,
             **task.metrics(),
         )

@@ -9,7 +9,8 @@ from dtransformer.runs.config import RunConfig, yaml_key
 from dtransformer.runs.options import SECTIONS
 
 _GENERATE = ("causal_lm", "chat")
-_TOKENS = ("causal_lm", "masked_lm", "next_sentence", "span_corruption", "chat", "seq2seq")
+_DOCUMENTS = ("causal_lm", "masked_lm", "next_sentence", "span_corruption")
+_TOKENS = (*_DOCUMENTS, "chat", "seq2seq")
 _CLASSES = ("classification", "token_classification")
 _NEW_HEADS = (*_CLASSES, "regression", "reward")
 # Keys that only some tasks read, with the names of these tasks.
@@ -31,7 +32,7 @@ TASKS_BY_KEY = {
     "data.pooling": ("classification", "regression", "embedding"),
     "data.mixture": ("chat", "preference", "kto", "reward", *_CLASSES, "regression", "embedding"),
 }
-_SOURCE_KEYS = {"weight": TASKS_BY_KEY["data.mixture"], "target": ("seq2seq",)}
+_SOURCE_KEYS = {"weight": (*_DOCUMENTS, *TASKS_BY_KEY["data.mixture"]), "target": ("seq2seq",)}
 BASE_TASKS: dict[
     str, str
 ] = {}  # Registered tasks, each with the built-in task that has the same keys.

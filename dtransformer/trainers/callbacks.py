@@ -21,6 +21,7 @@ from sacrebleu.metrics import BLEU
 from dtransformer.errors import InputError, check_int
 from dtransformer.files import convert_write_errors
 from dtransformer.parallel.runtime import job
+from dtransformer.trainers.optimizer.gradient_norms import LAYER_NORM
 
 
 class _StepCallback(keras.callbacks.Callback):
@@ -281,6 +282,7 @@ class SacreBleu(keras.callbacks.Callback):
 # Logs that the progress bar hides. History and other callbacks receive all logs.
 _LINE_METRICS = "learning_rate", "gradient_norm", "tokens_per_second"
 _HIDDEN_METRICS = {*_LINE_METRICS, "gflops_per_second", "input_wait", "share_of_peak", "step_loss"}
+_HIDDEN_PREFIXES = "epochs/", LAYER_NORM
 _MAX_METRICS = 6
 
 
@@ -334,7 +336,11 @@ class ProgressLog(keras.callbacks.ProgbarLogger):
         logs = logs or {}
         names = ["loss", "val_loss"]
         if self._has_metrics or self.verbose != 1:
-            names += [name for name in logs if name not in _HIDDEN_METRICS]
+            names += [
+                name
+                for name in logs
+                if name not in _HIDDEN_METRICS and not name.startswith(_HIDDEN_PREFIXES)
+            ]
         if self.verbose != 1:
             names += _LINE_METRICS
         present = [name for name in dict.fromkeys(names) if name in logs]

@@ -25,6 +25,7 @@ class CompileOptions:
         log_every: Interval in steps between reading logs from the device.
         steps_per_execution: Maximum number of steps per call of the training function.
         guard: `SpikeGuard`, or `None`.
+        log_gradient_norms: Whether the logs contain the gradient norm of each layer.
         teacher: Frozen network whose logits a `DistillationLoss` reads, or `None`.
     """
 
@@ -35,6 +36,7 @@ class CompileOptions:
     log_every: int = 1
     steps_per_execution: int = 1
     guard: SpikeGuard | None = None
+    log_gradient_norms: bool = False
     teacher: keras.Model | None = None
 
 

@@ -14,6 +14,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers import compile_checks
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
+from dtransformer.trainers.checkpoint.training_state import variable_names
 from dtransformer.trainers.data import element_specs
 from dtransformer.trainers.distilled import DistilledModel
 from dtransformer.trainers.engines import make_engine
@@ -47,6 +48,7 @@ class Program:
         metrics: The `StepMetrics`, or `None` before `compile`.
         first_batch: Specs of the first batch, or `None` if it is unknown.
         compiler: The `StepCompiler`.
+        forward: The `ForwardStep`.
     """
 
     def __init__(self, trainer, network, parallel_config, options):
@@ -71,7 +73,7 @@ class Program:
         computed = network
         if options.teacher is not None:
             computed = DistilledModel(network, options.teacher)
-        self._forward = ForwardStep(
+        self.forward = ForwardStep(
             computed, options.objective, options.compiled_metrics is not None, self._states
         )
 
@@ -99,7 +101,7 @@ class Program:
         is_new = self.engine is None
         if is_new:
             self.first_batch = element_specs(first)
-            self.engine = make_engine(self._forward, self.compiler.jit_forward)
+            self.engine = make_engine(self.forward, self.compiler.jit_forward)
         self.engine.build(first)
         if self._weights is None:
             self._weights = compile_checks.weight_paths(self._network)
@@ -127,6 +129,8 @@ class Program:
                 self.compiler,
                 copied_weights(self._network),
                 self._options.guard,
+                variable_names(self._network),
+                self._options.log_gradient_norms,
             )
 
     def build_steps(self, first):
@@ -146,13 +150,13 @@ class Program:
         synchronize_batch_norms(self._network)
         self._states.find_metrics(self._network)
         check_same_training(self._network, self._options.optimizer)
-        initial_broadcast(self._forward.network.variables, [])
+        initial_broadcast(self.forward.network.variables, [])
         # Optimizer states such as moving averages start from the weights.
         self.build_optimizer()
         if not self.optimizer_step.is_sharded:
             initial_broadcast([], self._options.optimizer.variables)
         step = Step(
-            self._forward,
+            self.forward,
             engine,
             self._options.optimizer,
             self.optimizer_step,

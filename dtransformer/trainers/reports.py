@@ -75,7 +75,12 @@ class Reports:
             shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
             num_stored_passes /= get_parallel_config().micro_batch_num
         return memory_report(
-            self._network, self._optimizer, optimizer_step, shapes, num_stored_passes
+            self._network,
+            self._optimizer,
+            optimizer_step,
+            shapes,
+            num_stored_passes,
+            self._program.forward.traced_bytes.get("logits"),
         )
 
     def expert_load(self):

@@ -13,6 +13,7 @@ from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_t
 from dtransformer.trainers.engines.accumulation import accumulate_gradients
 from dtransformer.trainers.engines.base import StepScalars
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
+from dtransformer.trainers.optimizer.gradient_norms import LAYER_NORM
 from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
@@ -59,7 +60,9 @@ class Step:
         self.take_seed()
 
     def take_seed(self):
-        """Derive the dropout seed from the job's seed, which a checkpoint may have changed."""
+        """Derive all seeds from the job's seed, which a checkpoint may have changed."""
+        if self._optimizer_step.rounding is not None:
+            self._optimizer_step.rounding.take_seed()
         self._seed = tf.constant(derived_seed("dropout", job.data_shard()[0]), INDEX_TYPE)
 
     def num_updates(self):
@@ -147,8 +150,8 @@ class Step:
             "learning_rate": tf.convert_to_tensor(self._optimizer.learning_rate),
             "loss_scale": self._optimizer_step.loss_scale.value(),
         }
-        gradients, unit_values, norm = self._optimizer_step.reduce_and_clip(gradients, factor)
-        result["norm"] = norm
+        gradients, unit_values, *norms = self._optimizer_step.reduce_and_clip(gradients, factor)
+        result["norm"], result["layer_norms"] = norms
         return gradients, unit_values, result
 
     def _training_logs(self, result, counts, *metric_inputs):
@@ -170,6 +173,7 @@ class Step:
         logs["step_loss"] = loss
         logs["gradient_norm"] = result["norm"]
         logs["learning_rate"] = result["learning_rate"]
+        logs |= {LAYER_NORM + name: norm for name, norm in result["layer_norms"].items()}
         return logs
 
     def _evaluation_logs(self, sums, counts, *metric_inputs):

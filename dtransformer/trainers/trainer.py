@@ -123,6 +123,7 @@ class Trainer(keras.Model):
         auto_scale_loss: bool = True,
         log_every: int | None = None,
         guard: SpikeGuard | None = None,
+        log_gradient_norms: bool = False,
         teacher: keras.Model | None = None,
     ) -> None:
         """Configure the training.
@@ -154,6 +155,9 @@ class Trainer(keras.Model):
                 each read. In between, callbacks receive the last values. The first and last step of
                 an epoch are always read. Defaults to 1 on CPUs and 10 on GPUs.
             guard: `SpikeGuard` that skips steps with an unusual gradient norm. Defaults to `None`.
+            log_gradient_norms: Whether the logs also contain the gradient norm of each block and each
+                layer outside of blocks, before clipping, such as `gradient_norm/blocks/block_3`.
+                Their squares sum to the square of `gradient_norm`.
             teacher: Network of the trained network's class and vocabulary, for a
                 `DistillationLoss`. It is frozen, runs in the same layout, and is neither saved nor
                 part of checkpoints. Defaults to `None`.
@@ -185,6 +189,7 @@ class Trainer(keras.Model):
             log_every=resolve_log_every(log_every),
             steps_per_execution=steps_per_execution,
             guard=guard,
+            log_gradient_norms=log_gradient_norms,
             teacher=teacher,
         )
         self._use_options(options)

@@ -15,7 +15,10 @@ WRONG = {
     ("data_shards/dp2@2x1", "normalization"): ["would compute different means"],
     ("data_shards/dp2@2x1", "normalization_that_is_unfrozen"): ["would compute different means"],
     ("data_shards/dp2@2x1", "metric_of_all_rows"): ["<lambda>", "returns a scalar for all rows"],
-    ("sharded_weights/dp2@2x1+shard1", "averages"): ["Adam has ema_overwrite_frequency=2, which"],
+    ("sharded_weights/dp2@2x1+shard1", "accumulated"): ["Adam has gradient_accumulation_steps=2, "],
+    ("sharded_weights/dp2@2x1+shard1", "averages"): [
+        *("Nadam has ema_overwrite_frequency=2, which", "use AdamW"),
+    ],
     ("sharded_weights/dp2@2x1+shard1", "full_weights"): ["Lamb computes with full weights"],
     ("starts/dp2@2x1", "different_configs"): [
         *("gradient_aggregation_group", "rank 0 has 4", "rank 1 has 5"),

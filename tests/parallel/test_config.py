@@ -65,6 +65,7 @@ DEFAULTS = {
         "parallel_optimizer_exclude": (),
         "gradient_accumulation_shard": False,
         "gradient_dtype": "float32",
+        "optimizer_state_dtype": "float32",
         "gradient_aggregation_group": 4,
         "recompute": False,
         "vocab_emb_dp": True,
@@ -100,6 +101,7 @@ KINDS = {
         ["bias", None, (1,), {"norm"}, True, ("(",), ("bias", "*")],
     ),
     "type": (["float32", "float16", "bfloat16"], [None, 16, True, "float64", "", "half"]),
+    "state type": (["float32", "bfloat16"], [None, 16, True, "float16", "", "half"]),
     "partition": (["flat", "whole"], [None, 1, True, "flatten", ""]),
     "mode": (
         ["auto", "ulysses", "all_gather", "ring", "ulysses_ring"],
@@ -117,6 +119,7 @@ KIND_BY_FIELD = {
     "parallel_optimizer_threshold": "non-negative",
     "parallel_optimizer_exclude": "patterns",
     "gradient_dtype": "type",
+    "optimizer_state_dtype": "state type",
     "context_parallel_mode": "mode",
     "ulysses_shards": "count or None",
     "pipeline_schedule": "schedule",

@@ -597,6 +597,23 @@ def test_muon_has_two_states_for_tables_and_one_for_blocks(level):
     assert one_state < expected < 0.6 * two_states
 
 
+@pytest.mark.parametrize("level", range(4))
+def test_states_in_bfloat16_need_half_the_bytes(level):
+    """The averages of weights keep their type."""
+
+    def state_bytes(dtype, averages=False):
+        config = TransformerOpParallelConfig(optimizer_shard=level, optimizer_state_dtype=dtype)
+        job = Job(64, "float32", averages=averages)
+        return cost(get_model("llama3_8b"), cluster(8), job, config).bytes_by_kind["states"]
+
+    narrow, wide = state_bytes("bfloat16"), state_bytes("float32")
+    assert narrow == wide / 2 > 0
+    assert state_bytes("bfloat16", averages=True) == pytest.approx(2 * narrow)
+    job = Job(64, "float32", fixed={"optimizer_state_dtype": "bfloat16"})
+    best = plan(get_model(SMALL), cluster(8), job).best
+    assert best.config.optimizer_state_dtype == "bfloat16"
+
+
 @pytest.mark.tensorflow
 def test_adapters_match_network_counts():
     from dtransformer.models import CausalLM, add_lora, freeze

@@ -64,7 +64,7 @@ def test_completed_run_trains_no_more_steps(place):
         ("model.num_heads=3", "num_heads"),
         (
             "data.train=[{path: text.txt, weight: 1}, {path: text.txt, weight: 1}]",
-            "weight has no effect",
+            "text.txt contains no token shards",
         ),
         (
             "data.train={path: text.txt, target: text.txt}",
@@ -202,3 +202,88 @@ def test_language_model_tokenizers_keep_white_space(algorithm, text, place):
     assert tokenizer.decode(tokenizer.encode([CODE])) == [text]
     (document,) = TokenShards(place / run / "shards" / "train")
     assert tokenizer.decode([document]) == [text.rstrip("\n")]
+
+
+@pytest.fixture(scope="module")
+def sources(place):
+    """Folders of token shards, "web" and "code" with one tokenizer, and "other" with another."""
+    for name, count in (("web", 30), ("code", 9)):
+        texts = [f"{name} one two {'three ' * n}" for n in range(1, count)]
+        (place / f"{name}.txt").write_text("\n\n".join(texts))
+    prepare = ["prepare", "--lm", "--input"]
+    assert main([*prepare, "web.txt", "--train-tokenizer", "20", "--out", "web"]) == 0
+    assert main([*prepare, "code.txt", "--tokenizer", "web/tokenizer", "--out", "code"]) == 0
+    assert main([*prepare, "web.txt", "--train-tokenizer", "18", "--out", "other"]) == 0
+    return place
+
+
+def mixture(*weights, paths=("web", "code")):
+    """Return the settings of a mixture without steps limit."""
+    train = [{"path": path, "weight": weight} for path, weight in zip(paths, weights)]
+    return [f"data.train={json.dumps(train)}", "training.max_steps=null"]
+
+
+def test_mixture_logs_the_epochs_of_its_sources(sources, capsys):
+    settings = [*mixture(0.5, 0.5), "training.epochs=2", "training.checkpoint_steps=0"]
+    assert train(*settings, run="runs/mixed") == 0
+    printed = capsys.readouterr().out
+    steps = read_metrics("runs/mixed", "step")
+    epochs = read_metrics("runs/mixed", "epoch")
+    assert len(steps) == steps[-1]["step"] == epochs[-1]["step"]
+    # Every second row is from each source. Rows of an epoch are rounded up to full batches.
+    num_rows = [step["step"] * 4 / 2 for step in steps]
+    for name in ("web", "code"):
+        values = [step[f"epochs/{name}"] for step in steps]
+        np.testing.assert_allclose(np.array(values) / values[0], np.array(num_rows) / num_rows[0])
+        assert epochs[-1][f"epochs/{name}"] == values[-1]
+        assert f"Source {name}: {values[-1]:.3g} epochs in this run\n" in printed
+    assert epochs[-1]["epochs/code"] > 2 > epochs[-1]["epochs/web"] > 0
+    assert main(["evaluate", "--run", "runs/mixed"]) == 0
+
+
+def test_resumed_mixture_has_the_losses_of_a_straight_run(sources, capsys):
+    settings = [*mixture(0.7, 0.3)[:1], "training.epochs=5", "training.schedule=constant"]
+    assert train(*settings, "training.max_steps=30", run="runs/straight") == 0
+    assert train(*settings, "training.max_steps=13", run="runs/resumed") == 0
+    limit = "training.max_steps=30"
+    assert train(*settings, limit, run="runs/resumed", flags=["--resume"]) == 0
+    names = ("step_loss", "epochs/web", "epochs/code")
+    results = [
+        [[step[name] for name in names] for step in read_metrics(run, "step")]
+        for run in ("runs/straight", "runs/resumed")
+    ]
+    assert results[0] == results[1]
+    changed = mixture(0.6, 0.4)[:1]
+    assert train(*settings[1:], *changed, limit, run="runs/resumed", flags=["--resume"]) == 2
+    assert "--resume: data.train is (0.6, 0.4)" in capsys.readouterr().err
+
+
+def test_dry_run_of_a_mixture_prints_the_epochs_of_its_sources(sources, capsys):
+    settings = [*mixture(3, 1), "training.epochs=4"]
+    assert train(*settings, flags=["--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "Source web: " in printed and "Source code: " in printed
+
+
+@pytest.mark.parametrize(
+    "weights, paths, message",
+    [
+        ((1, None), ("web", "code"), "1 of 2 folders of token shards have no weight"),
+        ((None, None), ("web", "code"), "2 of 2 folders of token shards have no weight"),
+        ((1, 0), ("web", "code"), "must be greater than 0"),
+        ((1, -2), ("web", "code"), "must be greater than 0"),
+        ((1, 1), ("web", "missing"), "missing contains no token shards"),
+        ((1, 1), ("web", "web"), "web is listed twice"),
+        ((1, 1), ("web", "other"), "other was written with another tokenizer"),
+    ],
+)
+def test_wrong_mixtures_are_rejected(weights, paths, message, sources, capsys):
+    before = snapshot(sources)
+    assert train(*mixture(*weights, paths=paths), run="runs/wrong") == 2
+    assert message in capsys.readouterr().err
+    assert snapshot(sources) == before
+
+
+def test_unknown_key_of_a_mixture_is_rejected(sources, capsys):
+    assert train("data.train=[{path: web, wieght: 1}]", run="runs/wrong") == 2
+    assert "unknown key `wieght`" in capsys.readouterr().err

@@ -69,7 +69,8 @@ def expected(name, task, trainer):
     if name == "reward":
         margins = outputs[:, 0] - outputs[:, 1]
         losses = -log_sigmoid(margins - targets[:, 0])
-        return {"loss": losses.mean(), "accuracy": (margins > 0).mean()}
+        accuracy = (margins > 0).mean()
+        return {"loss": losses.mean(), "accuracy": accuracy, "margin": margins.mean()}
     options = task.config.training
     gained = outputs - targets
     margins = gained[:, 0] - gained[:, 1]

@@ -195,6 +195,8 @@ def test_remaining_tasks_train_and_evaluate(name, place, capsys):
         "classification": "f1",
         "token_classification": "matthews",
         "regression": "spearman",
+        "kto": "margin",
+        "reward": "margin",
     }
     assert expected.get(name, "loss") in result
 

@@ -16,9 +16,10 @@ from dtransformer.parallel.tensor_parallel import chunked_cross_entropy
 from dtransformer.reports.audit import needed_operations
 from dtransformer.trainers import Trainer
 from tests import on_mesh
-from tests.shared_runs import on_ranks
+from tests.shared_runs import on_ranks, parametrize_runs
 
 VOCAB_SIZE, ROWS, LENGTH = 103, 4, 18
+TASKS = {}  # Multi-rank runs of this file.
 UNTIED = {"tied_head": False, "head_bias": True}
 CAPPED = {"logits_soft_cap": 3.0, "logits_scale": 0.5}
 
@@ -129,6 +130,47 @@ def test_losses_on_data_ranks_equal_the_loss_from_all_logits():
 @on_ranks("pp2m2-1f1b@2x1")
 def test_losses_in_a_pipeline_equal_the_loss_from_all_logits():
     check_on_ranks()
+
+
+def losses_in_chunks(folder, layout):
+    """Return the losses of 20 steps with chunks, and the sizes of the chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = record_chunks(patch)
+        losses = {
+            name: train(6, steps=20, num_layers=2, **options)[0][:, 0]
+            for name, options in (("tied", {}), ("untied", UNTIED))
+        }
+    return {**losses, "sizes": np.array(sizes)}
+
+
+TASKS[losses_in_chunks.__name__] = losses_in_chunks
+IN_CHUNKS = "tests.trainers.test_chunked_loss:losses_in_chunks"
+# Training steps of these layouts compute all logits together: weights are all-gathered, or sequences are
+# sharded.
+RUNS = [f"{IN_CHUNKS}/{name}" for name in ("dp2@2x1+shard3", "cp2@2x1")]
+
+
+@parametrize_runs(RUNS, RUNS[1:], lambda run: [f"{IN_CHUNKS}/alone@1x1"])
+def test_losses_of_sharded_heads_and_sequences_equal_one_process_with_chunks(run, rank_results):
+    (expected,) = rank_results(f"{IN_CHUNKS}/alone@1x1")
+    assert set(expected["sizes"].ravel()) == {6}
+    for rank in rank_results(run):
+        for name in ("tied", "untied"):
+            np.testing.assert_allclose(rank[name], expected[name], rtol=1e-5)
+
+
+def memory_of_logits(chunk_tokens):
+    trainer = Trainer(CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1))
+    trainer.compile("sgd", CrossEntropyLoss(ignore_id=-100, chunk_tokens=chunk_tokens))
+    trainer.train_on_batch(*batch())
+    return trainer.memory_report()["logits"].planned
+
+
+def test_memory_report_counts_logits_of_one_chunk():
+    """An element has the logit, its float32 copy and its gradient."""
+    assert memory_of_logits(None) == ROWS * LENGTH * VOCAB_SIZE * (4 + 2 * 4)
+    assert memory_of_logits(10) == 10 * VOCAB_SIZE * (4 + 2 * 4)
+    assert memory_of_logits("auto") == memory_of_logits(None)
 
 
 def stored_shapes(chunk_tokens):

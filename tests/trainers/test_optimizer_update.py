@@ -63,6 +63,9 @@ OPTIMIZERS = {
     ),
     "a scalar for all": lambda: keras.optimizers.Nadam(0.01, epsilon=1e-3),
     "averages": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, use_ema=True),
+    "averages that overwrite weights": lambda: keras.optimizers.Adam(
+        0.01, epsilon=1e-3, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=3
+    ),
     "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, clipnorm=0.1),
     "a custom optimizer": lambda: HalvedBiasSGD(0.1),
     "states that are assigned": lambda: Momentum(0.1),

@@ -190,8 +190,8 @@ def test_errors_on_a_mesh():
         raises(
             ValueError, message_parts, lambda y=label: fit(language_model(), y=replace_first_id(y))
         )
-    message_parts = ["Adam has ema_overwrite_frequency=2, which does not work if a mesh"]
-    optimizer = keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2)
+    message_parts = ["Adam has gradient_accumulation_steps=2, which does not work if a mesh"]
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2)
     raises(ValueError, message_parts, lambda: fit(language_model(optimizer=optimizer)))
     callbacks, message_parts = (
         [keras.callbacks.SwapEMAWeights()],

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping
 
-import keras
 import numpy as np
 import tensorflow as tf
 

@@ -184,6 +184,9 @@ class TransformerOpParallelConfig(validators.Checked):
             step. Level 3 always accumulates shards. Defaults to `False`.
         gradient_dtype: String. Type of gradients sent between data-parallel ranks: `"float32"`,
             `"float16"` or `"bfloat16"`. Defaults to `"float32"`.
+        optimizer_state_dtype: String. Type of optimizer states in the shape of a weight: `"float32"`, or
+            `"bfloat16"` with float32 updates and stochastic rounding. Moving averages (`use_ema`) keep
+            the type of the weights. Defaults to `"float32"`.
         gradient_aggregation_group: Integer. Number of gradient buckets, reduced one by one. Defaults to
             `4`.
         recompute: Boolean, `TransformerRecomputeConfig` or a dict of its fields. Defaults to `False`.
@@ -226,6 +229,7 @@ class TransformerOpParallelConfig(validators.Checked):
     parallel_optimizer_exclude: tuple[validators.Pattern, ...] = ()
     gradient_accumulation_shard: bool = False
     gradient_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_aggregation_group: validators.Count = 4
     recompute: bool | pydantic.InstanceOf[TransformerRecomputeConfig] = False
     vocab_emb_dp: bool = True

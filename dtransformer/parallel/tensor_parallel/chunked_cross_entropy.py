@@ -147,15 +147,35 @@ def chunk_size(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> in
     """
     if chunk_tokens is None or get_product(logits) is None:
         return None
-    shape = logits.shape
-    if trace.is_on_mesh():
-        specs = activation_specs(("batch", None, "vocab"), shape)
-        shape = tf.TensorShape([n // axis_size(axis) for n, axis in zip(shape, specs)])
+    shape = _local_shape(logits)
     num_tokens = shape[:-1].num_elements()
     if chunk_tokens == "auto":
         chunk_tokens = max(1, MAX_LOGIT_BYTES // (4 * shape[-1]))
         num_tokens = _UNKNOWN_SIZE if num_tokens is None else num_tokens
     return chunk_tokens if num_tokens is None or num_tokens > chunk_tokens else None
+
+
+def logit_bytes(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> int | None:
+    """Return the bytes of the logits that a device computes together, or `None` if unknown.
+
+    Counts the logits, their float32 copy and its gradient, as the planner does.
+
+    Args:
+        logits: Tensor of shape `[..., V']`.
+        chunk_tokens: As in `head_nll`.
+    """
+    shape = _local_shape(logits)
+    num_tokens = chunk_size(logits, chunk_tokens) or shape[:-1].num_elements()
+    return num_tokens and num_tokens * shape[-1] * (logits.dtype.size + 2 * 4)
+
+
+def _local_shape(logits):
+    """Return the shape of a device's shard of logits."""
+    shape = logits.shape
+    if not trace.is_on_mesh() or len(shape) != 3:
+        return shape
+    specs = activation_specs(("batch", "length", "vocab"), shape)
+    return tf.TensorShape([n // axis_size(axis) for n, axis in zip(shape, specs)])
 
 
 def _chunked_losses(product, labels, size, compute, teacher_products):

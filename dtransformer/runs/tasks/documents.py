@@ -4,15 +4,19 @@ import hashlib
 import pathlib
 from typing import ClassVar
 
+import keras
+
 from dtransformer.datasets.documents import read_documents
 from dtransformer.datasets.indexed_batches import IndexedBatches
 from dtransformer.datasets.sample import iterate_texts, sample_evenly
 from dtransformer.datasets.shard_manifest import MANIFEST
+from dtransformer.datasets.shard_mixture import MixedBatches, ShardMixture
 from dtransformer.datasets.shard_writer import write_token_shards
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.datasets.tokenizer_folder import are_equal, load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import SHARDS
 from dtransformer.runs.networks import tokenizer_folder
 from dtransformer.runs.tasks.base import PARTS, Task
@@ -26,11 +30,14 @@ class DocumentTask(Task):
 
     Attributes:
         batches_of: Class of the batches.
-        shards: Dict of `TokenShards` by part, "train" and "dev".
+        shards: Dict by part, "train" and "dev". Each value is a `TokenShards`, or the
+            `ShardMixture` of folders with weights.
+        mixed_batches: `MixedBatches` of the training part, or `None`.
     """
 
     batches_of: ClassVar[type[IndexedBatches]]
     algorithm = "byte_bpe"
+    mixed_batches: MixedBatches | None = None
 
     def read(self, part: str | None = None) -> None:
         self.shards = {}
@@ -62,24 +69,9 @@ class DocumentTask(Task):
 
     def _shards(self, name, sources):
         """Return the token shards of a part. Rank 0 tokenizes files, unless an old run did."""
+        if any(source.weight for source in sources) or all(map(_is_prepared, sources)):
+            return self._open_folders(name, sources)
         paths = [source.path for source in sources]
-        options = self.config.data
-        if len(paths) == 1 and _is_prepared(sources[0]):
-            shards = TokenShards(paths[0])
-            if options.sentences and not shards.has_parts:
-                raise InputError(
-                    f"`data.sentences`: {paths[0]} was prepared without sentences. Prepare it again "
-                    "with --sentences."
-                )
-            shard_tokenizer = load_tokenizer(shards.tokenizer_folder)
-            run_tokenizer = self.tokenizer or self._tokenizer_of_model()
-            if run_tokenizer is not None and not are_equal(run_tokenizer, shard_tokenizer):
-                raise InputError(
-                    f"`data.{name}`: {paths[0]} was prepared with another tokenizer than the run or "
-                    "the model uses. Prepare it again with their tokenizer."
-                )
-            self.tokenizer = run_tokenizer or shard_tokenizer
-            return shards
         if self.tokenizer is None:
             self.find_tokenizer(lambda: sample_evenly(iterate_texts(self._documents(paths))))
         folder = self.folder / SHARDS / name
@@ -91,6 +83,32 @@ class DocumentTask(Task):
 
         from_chief(write, f"run/shards/{name}")
         return TokenShards(folder)
+
+    def _open_folders(self, name, sources):
+        """Return the `TokenShards` of a prepared folder, or the `ShardMixture` of several."""
+        weights = [source.weight for source in sources]
+        if len(sources) > 1 and None in weights:
+            raise InputError(
+                f"`data.{name}`: {weights.count(None)} of {len(weights)} folders of token shards "
+                "have no weight. Set a weight for each folder of data.train, or prepare one folder."
+            )
+        folders = [TokenShards(source.path) for source in sources]
+        for shards in folders:
+            if self.config.data.sentences and not shards.has_parts:
+                raise InputError(
+                    f"`data.sentences`: {shards.folder} was prepared without sentences. Prepare it "
+                    "again with --sentences."
+                )
+        result = ShardMixture(folders, weights) if any(weights) else folders[0]
+        shard_tokenizer = load_tokenizer(folders[0].tokenizer_folder)
+        run_tokenizer = self.tokenizer or self._tokenizer_of_model()
+        if run_tokenizer is not None and not are_equal(run_tokenizer, shard_tokenizer):
+            raise InputError(
+                f"`data.{name}`: {folders[0].folder} was prepared with another tokenizer than the "
+                "run or the model uses. Prepare it again with their tokenizer."
+            )
+        self.tokenizer = run_tokenizer or shard_tokenizer
+        return result
 
     def _tokenizer_of_model(self):
         """Return the tokenizer of the config or of published weights, or `None` if none exists."""
@@ -110,7 +128,7 @@ class DocumentTask(Task):
 
     def set_folder(self, folder) -> None:
         for shards in self.shards.values():
-            if self.folder in shards.folder.parents:
+            if isinstance(shards, TokenShards) and self.folder in shards.folder.parents:
                 shards.folder = folder / shards.folder.relative_to(self.folder)
         super().set_folder(folder)
 
@@ -123,13 +141,44 @@ class DocumentTask(Task):
     def batches(self, part: str) -> IndexedBatches | None:
         if part not in self.shards:
             return None
-        return self.batches_of(
-            self.shards[part],
-            length=self.config.data.length,
-            batch_size=self.config.training.batch_size,
+        shards = self.shards[part]
+        options = {
+            "length": self.config.data.length,
+            "batch_size": self.config.training.batch_size,
             **self.batch_options(part),
             **self.get_batch_options(),
+        }
+        if not isinstance(shards, ShardMixture):
+            return self.batches_of(shards, **options)
+        batches = self.mixed_batches = MixedBatches(self.batches_of, shards, **options)
+        training = self.config.training
+        steps = training.epochs * len(batches)
+        epochs = batches.source_epochs(min(steps, training.max_steps or steps))
+        for folder, count in epochs.items():
+            job.print_once(f"Source {folder}: {count:.3g} epochs in this run")
+        return batches
+
+    def callbacks(self, trainer):
+        callbacks = super().callbacks(trainer)
+        batches = self.mixed_batches
+        if batches is None:
+            return callbacks
+        latest = {}
+
+        def log_epochs(batch, logs):
+            # The index may exceed the last batch of the epoch if a call executes several steps.
+            num_batches = batches.position()["epoch"] * len(batches) + min(batch + 1, len(batches))
+            epochs = batches.source_epochs(num_batches)
+            latest.update({f"epochs/{folder}": count for folder, count in epochs.items()})
+            logs.update(latest)
+
+        def log_latest(_, logs):
+            logs.update(latest)
+
+        logs_epochs = keras.callbacks.LambdaCallback(
+            on_train_batch_end=log_epochs, on_epoch_end=log_latest
         )
+        return [logs_epochs, *callbacks]
 
     def get_batch_options(self) -> dict:
         """Return additional arguments of `batches_of` as a dict."""
@@ -137,6 +186,7 @@ class DocumentTask(Task):
 
     def preview(self, count: int) -> list[list[tuple[str, bool]]]:
         shards = self.shards.get("train") or self.shards["dev"]
+        shards = getattr(shards, "sources", [shards])[0]
         rows = [shards[x][: self.config.data.length] for x in range(min(count, len(shards)))]
         return [[(text, True)] for text in self.tokenizer.decode(rows)]
 

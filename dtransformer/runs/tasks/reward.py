@@ -37,10 +37,15 @@ class Reward(PairTask):
         return RewardLoss(self.config.training.center_rewards)
 
     def metrics(self) -> dict:
-        def accuracy(_, rewards):
-            return keras.ops.cast(rewards[:, 0] > rewards[:, 1], "float32")
+        def margin(_, rewards):
+            return rewards[:, 0] - rewards[:, 1]
 
-        return {"weighted_metrics": [keras.metrics.MeanMetricWrapper(accuracy, name="accuracy")]}
+        def accuracy(_, rewards):
+            return keras.ops.cast(margin(_, rewards) > 0, "float32")
+
+        functions = (accuracy, margin)
+        means = [keras.metrics.MeanMetricWrapper(fn, name=fn.__name__) for fn in functions]
+        return {"weighted_metrics": means}
 
 
 TASK = Reward

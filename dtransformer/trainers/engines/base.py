@@ -17,7 +17,11 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import chunk_size, get_product
+from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import (
+    chunk_size,
+    get_product,
+    logit_bytes,
+)
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
@@ -93,6 +97,8 @@ class ForwardStep:
         needs_outputs: Whether metrics need the outputs, which are large.
         states: `LayerStates` of the network.
         layout: `StepLayout` of the current layout.
+        traced_bytes: Dict with the bytes of the `"logits"` that a device computes together in training;
+            see `logit_bytes`.
     """
 
     network: object
@@ -100,6 +106,7 @@ class ForwardStep:
     needs_outputs: bool = False
     states: LayerStates = dataclasses.field(default_factory=LayerStates)
     layout: StepLayout = dataclasses.field(default_factory=StepLayout.current)
+    traced_bytes: dict = dataclasses.field(default_factory=dict)
 
     def counts(self, inputs, labels, sample_weight):
         """Return the counts of the global batch from the local rows, see `Objective.counts`."""
@@ -199,6 +206,9 @@ class ForwardStep:
         """
         if self.needs_outputs:
             self._use_all_logits(outputs)
+        if training and self.objective.is_token_loss and tf.is_tensor(outputs):
+            chunk_tokens = getattr(self.objective.losses[0], "chunk_tokens", None)
+            self.traced_bytes["logits"] = logit_bytes(outputs, chunk_tokens)
         is_full_batch = not (self.layout.splits_batch if training else self.layout.needs_reduce)
         sums = self.objective.sums(outputs, labels, sample_weight, counts, is_full_batch)
         if "normalizer_ratio" in sums:

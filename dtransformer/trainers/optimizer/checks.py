@@ -111,17 +111,14 @@ def check_shards(optimizer):
         optimizer: Keras optimizer.
 
     Raises:
-        ValueError: If the optimizer overwrites weights with averages or accumulates gradients.
+        ValueError: If the optimizer accumulates gradients.
     """
-    for name, hint in (
-        ("ema_overwrite_frequency", "Remove it. fit assigns averages when training ends."),
-        ("gradient_accumulation_steps", "Use micro_batch_num instead."),
-    ):
-        if getattr(optimizer, name):
-            raise ValueError(
-                f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)}, which does not "
-                f"work if a mesh, a pipeline or optimizer_shard divides the weights. {hint}"
-            )
+    steps = optimizer.gradient_accumulation_steps
+    if steps:
+        raise ValueError(
+            f"{type(optimizer).__name__} has gradient_accumulation_steps={steps}, which does not work "
+            "if a mesh, a pipeline or optimizer_shard divides the weights. Use micro_batch_num instead."
+        )
 
 
 def _check_built(optimizer, parameters):

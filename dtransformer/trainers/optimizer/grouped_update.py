@@ -13,6 +13,11 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives.division import pack_consecutive
 from dtransformer.trainers.optimizer.muon import Muon
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
+from dtransformer.trainers.optimizer.stochastic_rounding import (
+    ElementBits,
+    is_rounded,
+    round_to_bfloat16,
+)
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
 # Maximum number of elements that a call updates, unless one unit has more. A compiled call keeps
@@ -73,6 +78,7 @@ class _Unit:
         states: List of Keras variables. The optimizer's states of the unit.
         group: `UpdateGroup` of the weight, or `None`.
         key: Hashable. Units of equal keys have equal updates.
+        bits: `ElementBits` of the unit's bfloat16 states, or `None`.
     """
 
     index: int
@@ -81,9 +87,11 @@ class _Unit:
     states: list
     group: UpdateGroup | None
     key: Hashable
+    bits: ElementBits | None
+    rounded: list
 
     @classmethod
-    def create(cls, optimizer, index, parameter, states, group):
+    def create(cls, optimizer, index, parameter, states, group, bits):
         """Return the unit of a parameter: a Keras variable or a `ParameterProxy`."""
         proxy = parameter
         variable = None
@@ -99,9 +107,14 @@ class _Unit:
             _compat.uses_weight_decay(optimizer, proxy if variable is None else variable.value),
             id(proxy.constraint),
             optimizer.matrix_shape(parameter) if isinstance(optimizer, Muon) else None,
+            None if bits is None else bits.key,
             *((name, tuple(state.shape), state.dtype) for name, state in states),
         )
-        return cls(index, proxy, variable, [state for _, state in states], group, key)
+        rounded = []
+        if bits is not None:
+            rounded = [state for name, state in states if is_rounded(name, state, parameter)]
+        variables = [state for _, state in states]
+        return cls(index, proxy, variable, variables, group, key, bits, rounded)
 
     def value(self, passed_values):
         """Return the `tf.Variable` of the value, or the next item of an iterator."""
@@ -110,6 +123,10 @@ class _Unit:
     def state_values(self):
         """Return the `tf.Variable`s of the states."""
         return [state.value for state in self.states]
+
+    def numbers(self):
+        """Return the numbers of `bits`, a list of at most one tensor."""
+        return [tf.constant(self.bits.numbers, "uint32")] if self.rounded else []
 
 
 class GroupedUpdate:
@@ -124,6 +141,7 @@ class GroupedUpdate:
         states: List with the `(name, variable)` states of each parameter; see `unit_states`.
         groups: List with the `UpdateGroup` of each parameter, or `None`.
         jit_compile: Boolean. Whether XLA compiles the functions.
+        rounding: `StateRounding` of bfloat16 states. Defaults to `None`.
 
     Call arguments:
         gradients: List of tensors, one per parameter.
@@ -133,16 +151,18 @@ class GroupedUpdate:
         List of tensors. New values of the `ParameterProxy`s.
     """
 
-    def __init__(self, optimizer, parameters, states, groups, jit_compile):
+    def __init__(self, optimizer, parameters, states, groups, jit_compile, rounding=None):
         self._optimizer = optimizer
         self._jit_compile = jit_compile
         self._settings = None
         self._learning_rate = None
         self._scalars = []
         self._functions = {}
+        self._rounding = rounding
+        bits = [None] * len(parameters) if rounding is None else rounding.bits
         self._units = [
             _Unit.create(optimizer, index, *arguments)
-            for index, arguments in enumerate(zip(parameters, states, groups))
+            for index, arguments in enumerate(zip(parameters, states, groups, bits))
         ]
         by_device = {}
         for unit in self._units:
@@ -159,6 +179,8 @@ class GroupedUpdate:
         passed_values = iter(values)
         values = [unit.value(passed_values) for unit in self._units]
         scalars = [tf.identity(scalar.value) for scalar in self._scalars]
+        if self._rounding is not None:
+            scalars.append(self._rounding.keys(scalars[0]))
         new_values = {}
         last = {}  # device -> control inputs of its next call, so that calls run one by one
         for device, units in self._calls:
@@ -166,6 +188,7 @@ class GroupedUpdate:
                 [gradients[unit.index] for unit in units],
                 [values[unit.index] for unit in units],
                 [unit.state_values() for unit in units],
+                [unit.numbers() for unit in units],
                 scalars,
             )
             function = self._function(units, arguments)
@@ -214,7 +237,7 @@ class GroupedUpdate:
                 self._functions[key] = traced.get_concrete_function(*specs)
         return self._functions[key]
 
-    def _update(self, units, gradients, values, states, scalars):
+    def _update(self, units, gradients, values, states, numbers, scalars):
         """Update values and states of units while a function is traced.
 
         Args:
@@ -222,35 +245,56 @@ class GroupedUpdate:
             gradients: List of tensors.
             values: List with the variable of each unit, or the tensor of its `ParameterProxy`.
             states: List with the list of state variables of each unit.
-            scalars: List of tensors. Values of `self._scalars`.
+            numbers: List with the numbers of each unit's random bits; see `_Unit.numbers`.
+            scalars: List of tensors. Values of `self._scalars`, and the keys of random bits.
 
         Returns:
             A tuple: the new values of the `ParameterProxy`s, and a scalar that is computed last.
         """
         for unit, value in zip(units, values):
             unit.proxy.bind(value)
+        bits = {}
+        for unit, unit_numbers in zip(units, numbers):
+            for tensor in unit_numbers:
+                halves = unit.bits.halves(tensor, scalars[-1], len(unit.rounded))
+                bits.update(zip(map(id, unit.rounded), halves))
         rows = list(zip(units, gradients, states))
         for group in dict.fromkeys(unit.group for unit in units):
-            self._update_group(group, [row for row in rows if row[0].group == group], scalars)
+            group_rows = [row for row in rows if row[0].group == group]
+            self._update_group(group, group_rows, scalars, bits)
         new_values = [unit.proxy.unbind() for unit in units]
         return [x for x in new_values if not isinstance(x, tf.Variable)], tf.zeros([])
 
-    def _update_group(self, group, rows, scalars):
-        """Update the units of an `UpdateGroup`, given as `(unit, gradient, states)` tuples."""
+    def _update_group(self, group, rows, scalars, bits):
+        """Update the units of an `UpdateGroup`, given as `(unit, gradient, states)` tuples.
+
+        `bits` is a dict from `id`s of rounded states to their random bits.
+        """
         indices = [unit.index for unit, _, _ in rows]
         proxies = [unit.proxy for unit, _, _ in rows]
         scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
         pairs = [pair for unit, _, variables in rows for pair in zip(unit.states, variables)]
-        for pair in pairs:
-            scope.add_update(pair)
+        rounded = [state for state, _ in pairs if id(state) in bits]
+        for state, variable in pairs:
+            value = variable
+            if id(state) in bits:
+                value = ParameterProxy(state, state.shape, dtype=tf.float32)
+                value.bind(tf.cast(variable, "float32"))
+            scope.add_update((state, value))
         settings = _compat.average_only(self._optimizer, indices, proxies)
         settings |= _group_settings(self._optimizer, group)
-        with scope, _compat.patched(self._optimizer, **settings):
+        with (
+            scope,
+            _compat.patched(self._optimizer, **settings),
+            _compat.declared_dtype(rounded, "float32"),
+        ):
             self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
         for state, variable in pairs:
             value = scope.get_current_value(state)
+            if id(state) in bits:
+                variable.assign(round_to_bfloat16(value.unbind(), bits[id(state)]))
             # Keras assigns averages to the scope instead of the variable.
-            if value is not variable:
+            elif value is not variable:
                 variable.assign(value)
 
 

@@ -12,7 +12,7 @@ from dtransformer.trainers.optimizer.states import unit_states
 _MODULES = ("keras.", "dtransformer.")
 
 
-def keras_update(optimizer, units, run_eagerly, jit_compile):
+def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
     """Return a function that updates units.
 
     Optimizers of Keras and of this library run in shared functions, see `GroupedUpdate`, unless
@@ -24,26 +24,36 @@ def keras_update(optimizer, units, run_eagerly, jit_compile):
         units: List of the `UpdateUnit`s that it was built for.
         run_eagerly: Boolean. Whether to compile nothing.
         jit_compile: Boolean. Whether XLA compiles shared functions.
+        rounding: `StateRounding` of bfloat16 states. Defaults to `None`.
 
     Returns:
         A function of the units' gradients and of the values of their `ParameterProxy`s, two lists
         of tensors. It returns the new values of the `ParameterProxy`s.
 
     Raises:
-        ValueError: If a weight has an `UpdateGroup` and shared functions are not possible.
+        ValueError: If shared functions are not possible, and a weight has an `UpdateGroup`, states
+            are rounded, or averages overwrite shards.
     """
     parameters = [unit.parameter for unit in units]
     groups = [getattr(unit.weight, "update_group", None) for unit in units]
     states = None
     if type(optimizer).__module__.startswith(_MODULES) and not run_eagerly:
         states = unit_states(optimizer, len(units))
-    if states is not None and (any(groups) or not tf.config.functions_run_eagerly()):
-        return GroupedUpdate(optimizer, parameters, states, groups, jit_compile)
-    if any(groups):
+    needs_functions = any(groups) or rounding is not None
+    if states is not None and (needs_functions or not tf.config.functions_run_eagerly()):
+        return GroupedUpdate(optimizer, parameters, states, groups, jit_compile, rounding)
+    if needs_functions:
+        task = "update groups of weights" if any(groups) else "store its states in bfloat16"
         raise ValueError(
-            f"{type(optimizer).__name__} cannot update groups of weights. Use a Keras optimizer "
-            "that only keeps states per weight, without ema_overwrite_frequency, "
-            "gradient_accumulation_steps and run_eagerly."
+            f"{type(optimizer).__name__} cannot {task}. Use a Keras optimizer that only keeps states "
+            "per weight, without gradient_accumulation_steps and run_eagerly."
+        )
+    if optimizer.ema_overwrite_frequency and any(unit.is_proxy for unit in units):
+        raise ValueError(
+            f"{type(optimizer).__name__} has ema_overwrite_frequency="
+            f"{optimizer.ema_overwrite_frequency}, which needs a Keras optimizer that only keeps states "
+            "per weight, without run_eagerly, if a mesh or optimizer_shard divides the weights. Remove "
+            "it, or use AdamW. fit assigns averages when training ends."
         )
     return partial(_update_together, optimizer, parameters)
 

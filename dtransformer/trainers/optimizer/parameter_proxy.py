@@ -38,13 +38,14 @@ class ParameterProxy:
         shape: Shape of the values.
         constraint: Function that projects the value after an update. `None` disables it.
         weight: Full Keras variable that `owner` is a shard of. Defaults to `owner`.
+        dtype: `tf.DType` of the values. Defaults to the owner's.
     """
 
     trainable = True
 
-    def __init__(self, owner, shape, constraint=None, weight=None):
+    def __init__(self, owner, shape, constraint=None, weight=None, dtype=None):
         self.shape = tf.TensorShape(shape)
-        self.dtype = owner.value.dtype
+        self._dtype = dtype or owner.value.dtype
         self.name = owner.name
         self.path = owner.path
         self.constraint = constraint
@@ -52,6 +53,11 @@ class ParameterProxy:
         self.device = owner.value.device
         self._unique_id = _compat.variable_key(owner.value)
         self._value = None
+
+    @property
+    def dtype(self):
+        """`tf.DType` of the values."""
+        return self._dtype
 
     @property
     def value(self):

@@ -50,12 +50,14 @@ class StepData:
         square_norms: Float32 tensor [num_shards]. Squared norm of each gradient. After
             `sum_square_norms`, of the weight shard's gradient over all ranks.
         norm: Float32 scalar. Norm of all gradients of the network before clipping.
+        layer_norms: Dict from layer names to float32 scalars. Empty if they are not requested.
     """
 
     gradients: list
     values: list | tuple = ()
     square_norms: tf.Tensor | None = None
     norm: tf.Tensor | None = None
+    layer_norms: dict = dataclasses.field(default_factory=dict)
 
 
 class Reduction:
@@ -205,13 +207,27 @@ def _all_reduce(vector, positions, group, name):
     return tf.tensor_scatter_nd_update(vector, [[i] for i in positions], sums)
 
 
-def measure_norm(shards, stages, data):
-    """Compute the norm of all gradients over `stages`, the pipeline's `Group` or `None`."""
+def measure_norm(shards, stages, layers, data):
+    """Compute the norm of all gradients, and the norms of layers.
+
+    Args:
+        shards: List of `PlannedShard`s.
+        stages: `Group` of the pipeline, or `None`. One all-reduce sums all squares.
+        layers: Result of `group_by_layer`. Without names no layer is measured.
+        data: `StepData`.
+    """
     counted = [i for i, shard in enumerate(shards) if shard.counts_in_norm]
-    total = tf.reduce_sum(tf.gather(data.square_norms, tf.constant(counted, "int32")))
+    squares = tf.gather(data.square_norms, tf.constant(counted, "int32"))
+    sums = [tf.reduce_sum(squares)]
+    names, indices = layers
+    if names:
+        ids = tf.constant([indices[i] for i in counted], "int32")
+        sums += tf.unstack(tf.math.unsorted_segment_sum(squares, ids, len(names)))
+    sums = tf.stack(sums)
     if stages is not None:
-        total = transport.all_reduce(total, "Sum", stages, "sum_of_stages")
-    data.norm = tf.sqrt(total)
+        sums = transport.all_reduce(sums, "Sum", stages, "sum_of_stages")
+    data.norm, *norms = tf.unstack(tf.sqrt(sums))
+    data.layer_norms = dict(zip(names, norms))
 
 
 def clip(optimizer, shards, data):

@@ -13,10 +13,15 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer import phases
 from dtransformer.trainers.optimizer.averages import assign_averages
 from dtransformer.trainers.optimizer.checks import check_update
+from dtransformer.trainers.optimizer.gradient_norms import group_by_layer
 from dtransformer.trainers.optimizer.guard import StepGuard
 from dtransformer.trainers.optimizer.keras_update import keras_update
 from dtransformer.trainers.optimizer.reduce import buckets
 from dtransformer.trainers.optimizer.shard_plan import make_partition, shard_plan
+from dtransformer.trainers.optimizer.stochastic_rounding import (
+    StateRounding,
+    states_in_bfloat16,
+)
 from dtransformer.trainers.optimizer.store import store
 from dtransformer.trainers.optimizer.update_units import UpdateUnits
 
@@ -34,6 +39,9 @@ class ShardedOptimizer:
         compiler: `StepCompiler`.
         copies: Weights that another pipeline stage also stores and counts in the global norm.
         guard: `SpikeGuard`, or `None`.
+        names: Dict from `id`s of weights to names that do not depend on the layout, for random bits.
+            Defaults to the weights' paths.
+        log_gradient_norms: Boolean. Whether to compute the gradient norm of each layer.
 
     Attributes:
         partition: `Partition` of the update over the data-parallel group.
@@ -41,6 +49,7 @@ class ShardedOptimizer:
         units: List of local `UpdateUnit`s, in the order of the optimizer's states.
         loss_scale: `LossScale`.
         guard: `StepGuard`, or `None`.
+        rounding: `StateRounding` of bfloat16 states, or `None`.
         is_sharded: Boolean. Whether the data-parallel group shards the update of any weight.
         reduce_micro_batch: The `Reduction` of each micro-batch's gradients with
             `gradient_accumulation_shard`. `None` to accumulate the gradients themselves.
@@ -50,18 +59,33 @@ class ShardedOptimizer:
         ValueError: If the layout shards weights and the optimizer cannot update shards.
     """
 
-    def __init__(self, optimizer, weights, bucket_ids, compiler, copies=(), guard=None):
+    def __init__(
+        self,
+        optimizer,
+        weights,
+        bucket_ids,
+        compiler,
+        copies=(),
+        guard=None,
+        names=None,
+        log_gradient_norms=False,
+    ):
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self.loss_scale = LossScale(optimizer)
         self.guard = None if guard is None else StepGuard(guard, self.loss_scale.is_used)
         self.partition = make_partition(weights)
         self.shards = shard_plan(weights, self.partition, copies)
+        paths = [shard.weight.path for shard in self.shards]
+        self._layers = group_by_layer(paths) if log_gradient_norms else ([], [])
         self._units = UpdateUnits(self.shards, self.partition.kind)
         self.units = self._units.units
         self.is_sharded = any(shard.division is not None for shard in self.shards)
         self._on_mesh = any(shard.mesh_fraction is not None for shard in self.shards)
-        self._build(optimizer, weights)
         config = get_parallel_config()
+        self.rounding = None
+        if config.optimizer_state_dtype == "bfloat16":
+            self.rounding = StateRounding(self.units, names or {})
+        self._build(optimizer, weights)
         ids = [bucket_ids[shard.weight_index] for shard in self.shards]
         positions = buckets(ids, config.gradient_aggregation_group)
         accumulates = config.micro_batch_num > 1
@@ -74,7 +98,9 @@ class ShardedOptimizer:
         self._store = partial(store, self._units, positions)
         self._gradient_phases = self._list_gradient_phases()
         jit_compile = compiler.jit_update(weights)
-        update = keras_update(self._optimizer, self.units, compiler.run_eagerly, jit_compile)
+        update = keras_update(
+            self._optimizer, self.units, compiler.run_eagerly, jit_compile, self.rounding
+        )
         self._update_phases = [partial(phases.update_weights, self._optimizer, update)]
         if self._units.proxies or any(shard.replicated is not None for shard in self.shards):
             self._update_phases.append(partial(phases.store_values, self._store))
@@ -88,7 +114,14 @@ class ShardedOptimizer:
         if not optimizer.built:
             parts = [(unit.weight, unit.parameter) for unit in self.units]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
-            optimizer.build(parameters)
+            create_states = states_in_bfloat16 if self.rounding else contextlib.nullcontext
+            with create_states(self._optimizer):
+                optimizer.build(parameters)
+        elif self.rounding and all(v.dtype != "bfloat16" for v in optimizer.variables):
+            raise ValueError(
+                f"{type(self._optimizer).__name__} was built before compile, without the bfloat16 "
+                "states of optimizer_state_dtype. Pass an optimizer that is not built."
+            )
 
     def _list_gradient_phases(self):
         """Return the phases from an engine's gradients to clipped gradients of update units."""
@@ -104,7 +137,8 @@ class ShardedOptimizer:
         steps.append(partial(phases.measure_gradients, self.shards))
         if self.is_sharded or self._on_mesh:
             steps.append(partial(phases.sum_square_norms, self.shards))
-        steps.append(partial(phases.measure_norm, self.shards, stages if stages.size > 1 else None))
+        stages = stages if stages.size > 1 else None
+        steps.append(partial(phases.measure_norm, self.shards, stages, self._layers))
         if not self._optimizer.gradient_accumulation_steps:
             steps.append(partial(phases.clip, self._optimizer, self.shards))
         if self.is_sharded or self._units.proxies:
@@ -124,20 +158,20 @@ class ShardedOptimizer:
             factor: Scalar to multiply gradients by. `None` means 1.
 
         Returns:
-            A `(gradients, values, norm)` tuple: the gradients of the local update units, the
-            current values of the units that `ParameterProxy`s represent, and the norm of all
-            gradients before clipping, a float32 scalar.
+            A `(gradients, values, norm, layer_norms)` tuple: the gradients of the local update
+            units, the current values of the units that `ParameterProxy`s represent, the norm of all
+            gradients before clipping, a float32 scalar, and a dict with the norm of each layer.
         """
         if factor is not None:
             gradients = [gradient * factor for gradient in gradients]
         data = phases.StepData(gradients)
         self._run(self._gradient_phases, data)
-        return data.gradients, data.values, data.norm
+        return data.gradients, data.values, data.norm, data.layer_norms
 
     def apply(self, gradients, values, norm):
         """Update the weights, unless the loss scale or the guard skips the step.
 
-        The arguments are the results of `reduce_and_clip`.
+        The arguments are the first results of `reduce_and_clip`.
         """
         data = phases.StepData(gradients, values)
         # Weight decay reads no gradient. Without this dependency it would also run in a step that

@@ -46,12 +46,9 @@ def unit_states(optimizer, num_units):
 
     Returns:
         A list with a list of `(name, variable)` tuples per unit. `None` if the optimizer has
-        other states than these, its step counter and its learning rate, accumulates gradients, or
-        overwrites weights with averages.
+        other states than these, its step counter and its learning rate, or accumulates gradients.
     """
     if optimizer.gradient_accumulation_steps:
-        return None
-    if optimizer.use_ema and optimizer.ema_overwrite_frequency:
         return None
     states = optimizer_states(optimizer, num_units)
     by_unit = [[] for _ in range(num_units)]

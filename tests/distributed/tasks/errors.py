@@ -166,13 +166,16 @@ def sharded_weights():
         trainer.compile(optimizer, "mse")
         trainer.fit(x, x, verbose=0)
 
+    def accumulated():
+        fit(keras.optimizers.Adam(gradient_accumulation_steps=2))
+
     def averages():
-        fit(keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2))
+        fit(keras.optimizers.Nadam(use_ema=True, ema_overwrite_frequency=2))
 
     def full_weights():
         fit(keras.optimizers.Lamb())
 
-    return error_messages(averages, full_weights)
+    return error_messages(accumulated, averages, full_weights)
 
 
 TASKS = {

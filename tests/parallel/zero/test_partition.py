@@ -258,15 +258,16 @@ class TestLossScale:
         assert (updates, skipped) == ([1.0] * 5, 1)
 
     def test_without_loss_scaling_nothing_is_skipped(self):
-        scale = LossScale(keras.optimizers.SGD(0.1))
-        updates = []
-        scale.run(tf.constant(float("nan")), lambda: updates.append(1))
-        assert (float(scale.value()), updates) == (1.0, [1])
+        weight = keras.Variable(np.ones(2, "float32"))
+        step = ShardedOptimizer(keras.optimizers.SGD(0.1), [weight], [None], StepCompiler())
+        run_step(step, [tf.constant([float("nan"), 1.0])])
+        assert float(step.loss_scale.value()) == 1.0
+        np.testing.assert_allclose(weight.numpy(), [np.nan, 0.9])
 
 
 def run_step(step, gradients):
     """Update the weights and return the norm of all gradients."""
-    gradients, reduced, norm = step.reduce_and_clip(gradients)
+    gradients, reduced, norm, _ = step.reduce_and_clip(gradients)
     step.apply(gradients, reduced, norm)
     return norm
 
