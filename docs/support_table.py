@@ -65,12 +65,13 @@ TECHNIQUES = {
     "Packed rows": {"data": {"packed": True}},
     "LoRA": {"model": {"adapters": {"rank": 2}}},
     "QLoRA": {"model": {"adapters": {"rank": 2, "base_dtype": "nf4"}}},
+    "Distillation": {"distillation": {"teacher": None}},  # The folder of the task's model.
 }
 PACKED_TRANSLATION = {"data": {"packed_length": 32, "batch_size": None, "batch_tokens": 128}}
 TABLES = (
     ("Splitting the batch or a block", ("Data parallel", "Tensor", "Sequence", "Context")),
     ("Splitting the network or the optimizer", ("Pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3")),
-    ("Data and adapters", ("Packed rows", "LoRA", "QLoRA")),
+    ("Data and adapters", ("Packed rows", "LoRA", "QLoRA", "Distillation")),
 )
 
 
@@ -126,6 +127,8 @@ def make_config(task, *techniques):
 
 def added_lines(task, technique):
     """Return the lines that a technique adds to the config of a task."""
+    if technique == "Distillation":
+        return {"distillation": {"teacher": TASKS[task][1]}}
     is_packed_translation = (task, technique) == ("translation", "Packed rows")
     return PACKED_TRANSLATION if is_packed_translation else TECHNIQUES[technique]
 

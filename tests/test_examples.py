@@ -106,7 +106,8 @@ def data_folder(tmp_path_factory):
     for name, (source, _) in SMALL.items():
         for part in ("", "_dev"):
             shutil.copy(folder / f"{source}.jsonl", folder / f"data/{name}{part}.jsonl")
-    shutil.copytree(folder / "llama", folder / "models/llama-3.2-1b-instruct")
+    for name in ("llama-3.2-1b-instruct", "llama-3.1-8b-instruct"):
+        shutil.copytree(folder / "llama", folder / "models" / name)
     network = MaskedLM(290, hidden_size=16, num_heads=2, num_layers=1, max_length=128)
     network.build()
     save_pretrained(network, folder / "models/bert-base-uncased", "bert")

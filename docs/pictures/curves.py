@@ -1,6 +1,8 @@
 """Draw the loss curves of one or more runs into docs/images, in the style of the other pictures.
 
 python docs/pictures/curves.py runs/gpt --name tutorial_gpt
+python docs/pictures/curves.py runs/alone runs/distilled --name distillation \
+    --labels "labels only" "labels and teacher" --held-out val_loss val_hard_loss
 """
 
 import argparse
@@ -43,16 +45,21 @@ def main():
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs")
     parser.add_argument("--name", required=True, help="name of the picture")
     parser.add_argument("--labels", nargs="+", default=[""], help="one label per run")
+    parser.add_argument(
+        "--held-out", nargs="+", default=[], help="plot only this held-out loss of each run"
+    )
     arguments = parser.parse_args()
     is_single = len(arguments.runs) == 1
+    fields = arguments.held_out or ["val_loss"] * len(arguments.runs)
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), constrained_layout=True)
-    for run, label, color in zip(arguments.runs, arguments.labels, DEVICE_COLORS):
+    for run, label, color, field in zip(arguments.runs, arguments.labels, DEVICE_COLORS, fields):
         prefix = f"{label}: " if label else ""
-        steps, losses = read_points(run, "step", "step_loss")
-        if not is_single:
-            steps, losses = average(steps, losses, AVERAGED_STEPS)
-        axes.plot(steps, losses, color=color, linewidth=1, label=f"{prefix}training")
-        steps, losses = read_points(run, "epoch", "val_loss")
+        if not arguments.held_out:
+            steps, losses = read_points(run, "step", "step_loss")
+            if not is_single:
+                steps, losses = average(steps, losses, AVERAGED_STEPS)
+            axes.plot(steps, losses, color=color, linewidth=1, label=f"{prefix}training")
+        steps, losses = read_points(run, "epoch", field)
         axes.plot(
             steps,
             losses,
@@ -63,7 +70,8 @@ def main():
             markersize=4,
             label=f"{prefix}held out",
         )
-    axes.set_ylim(0)
+    if not arguments.held_out:
+        axes.set_ylim(0)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend()

@@ -141,6 +141,20 @@ def direct_trainable_variables(layer: keras.layers.Layer) -> list:
     return list(layer._trainable_variables)
 
 
+def replace_root(network: keras.Model, name: str) -> None:
+    """Replace the first part of the paths of a built network's layers and weights.
+
+    Two networks of one class have equal paths. Unnecessary if Keras could rename a built model.
+
+    Args:
+        network: Built `keras.Model`.
+        name: The new first part.
+    """
+    for owner in [*flat_layers(network), *network.variables]:
+        if owner._path:
+            owner._path = "/".join([name, *owner._path.split("/")[1:]])
+
+
 def unlock_layer(layer: keras.layers.Layer) -> None:
     """Unlock a built layer, so that it can add weights or be built again.
 

@@ -61,6 +61,15 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
     )
 
 
+def are_equal(
+    tokenizer: PublishedTokenizer | SubwordTokenizer, other: PublishedTokenizer | SubwordTokenizer
+) -> bool:
+    """Return whether two tokenizers have equal vocabulary sizes and encode a sample text equally."""
+    texts = ["The quick brown Fox, 12 + 3: naïve façade."]
+    first, second = (candidate.encode(texts).to_list() for candidate in (tokenizer, other))
+    return tokenizer.vocab_size == other.vocab_size and first == second
+
+
 class JsonTokenizer(PublishedTokenizer):
     """Tokenizer of the library `tokenizers`: byte-pair encoding, WordPiece, Unigram and others.
 

@@ -6,6 +6,7 @@ from dtransformer.layers.attention_mask import AttentionMask
 from dtransformer.layers.base import Layer
 from dtransformer.layers.block import BlockStack, TransformerBlock, spread_evenly
 from dtransformer.layers.decoder import TransformerDecoder, TransformerDecoderLayer
+from dtransformer.layers.distillation import DistillationLoss
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.encoder import TransformerEncoder, TransformerEncoderLayer
@@ -27,6 +28,7 @@ __all__ = [
     "AttentionMask",
     "BlockStack",
     "CrossEntropyLoss",
+    "DistillationLoss",
     "Dropout",
     "FeedForward",
     "FixedSparseAttention",

@@ -99,15 +99,18 @@ class CrossEntropyLoss(Layer):
         weights = self.token_weights(labels, mask)
         if self.ignore_id is not None:  # `ignore_id` may be outside of the vocabulary.
             labels = tf.where(labels == self.ignore_id, tf.zeros_like(labels), labels)
-        values = head_nll(
+        values = self._values(
             logits,
             labels,
-            self.chunk_tokens,
             label_smoothing=self.label_smoothing,
             vocab_size=self.vocab_size or logits.shape[-1],
             z_loss=self.z_loss,
         )
         return values, tf.cast(weights, values.dtype)
+
+    def _values(self, logits, labels, **options):
+        """Return the loss of each token. Takes the arguments of `token_nll`."""
+        return head_nll(logits, labels, self.chunk_tokens, **options)
 
     def with_vocab_size(self, vocab_size: int) -> "CrossEntropyLoss":
         """Return this loss with `vocab_size` set, or the loss itself if it already has one."""

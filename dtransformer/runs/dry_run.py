@@ -22,6 +22,7 @@ from dtransformer.runs import needs
 from dtransformer.runs.automatic import get_run_shape, plan_run, typical_batch
 from dtransformer.runs.callbacks import check_logs
 from dtransformer.runs.config import RunConfig, load_config
+from dtransformer.runs.distillation import load_teacher
 from dtransformer.runs.exporting import check_export
 from dtransformer.runs.optimizers import group_weights, make_optimizer
 from dtransformer.runs.run import layout_plan
@@ -152,6 +153,7 @@ def _check_training(task, parallel, overwrite, ranks):
     with tf.device("CPU"):
         with shapes_alone():
             task.make_network()
+            load_teacher(task)
             check_export(task, overwrite)
         group_weights(task.network, task.config)
         num_batches = len(task.batches("train"))

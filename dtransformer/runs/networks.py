@@ -152,7 +152,7 @@ def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):
         raise InputError("`model.from` and `model.preset` are both set. Remove one of them.")
     if options.from_ is not None:
         base_dtype = None if options.adapters is None else options.adapters.base_dtype
-        return _load(pathlib.Path(options.from_), precision, sizes, load_run, base_dtype)
+        return load(pathlib.Path(options.from_), precision, sizes, load_run, base_dtype)
     if options.preset is not None:
         _, preset = get_architecture(options.preset)
         defaults = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
@@ -165,8 +165,25 @@ def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):
     return network
 
 
-def _load(folder, precision, sizes, load_run, base_dtype):
-    """Return the network of a published folder, or of another run with its adapters merged."""
+def load(
+    folder: pathlib.Path,
+    precision: str,
+    sizes: dict[str, Any],
+    load_run: Callable,
+    base_dtype: str | None = None,
+) -> TokenModel:
+    """Return the network of a published folder, or of another run with its adapters merged.
+
+    Args:
+        folder: Folder of the network.
+        precision: Name of the dtype policy.
+        sizes: Network arguments that override the config of a published folder.
+        load_run: Function that loads the task of another run; see `Task`.
+        base_dtype: Type of quantized kernels. Defaults to `None`, no quantization.
+
+    Raises:
+        InputError: If the folder is unusable, or `sizes` are given for a run.
+    """
     if is_run(folder):
         if sizes:
             raise InputError(

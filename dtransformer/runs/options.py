@@ -47,6 +47,7 @@ Algorithm = Literal["byte_bpe", "wordpiece"]
 Mixture = Literal["repeat", "once", "first_ends"]
 Turns = Literal["assistant", "last_assistant", "all"]
 PreferenceKind = Literal[PREFERENCE_LOSSES]
+Divergence = Literal["forward_kl", "reverse_kl"]
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
 Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], make_list(Source, "path")]
 
@@ -319,6 +320,16 @@ class ExportOptions:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # Type; null: as loaded
 
 
+@run_options
+class DistillationOptions:
+    """Knowledge distillation: learn from the logits of a frozen teacher."""
+
+    teacher: Path | None = None  # Published folder or run folder with the run's tokenizer
+    temperature: Positive = 2.0  # Divisor of the logits of teacher and student
+    hard_loss_weight: Rate = 0.5  # Weight of the labels; the rest is the teacher's
+    divergence: Divergence = "forward_kl"  # forward_kl, or reverse_kl for KL(student, teacher)
+
+
 _TOKENIZED = {
     "tokenizer": TokenizerOptions,
     "model": NetworkOptions,
@@ -328,7 +339,8 @@ _TOKENIZED = {
     "logs": LogOptions,
     "export": ExportOptions,
 }
-_DOCUMENTS = {"data": DocumentData, **_TOKENIZED}
+_DISTILLED = {**_TOKENIZED, "distillation": DistillationOptions}
+_DOCUMENTS = {"data": DocumentData, **_DISTILLED}
 _LABELS = {"data": LabelData, **_TOKENIZED}
 # Classes of the sections of each task, in the order of saved configs.
 SECTIONS = {
@@ -341,12 +353,15 @@ SECTIONS = {
         "search": SearchOptions,
         "logs": LogOptions,
     },
-    **dict.fromkeys(("causal_lm", "masked_lm", "next_sentence", "span_corruption"), _DOCUMENTS),
-    "chat": {"data": ChatData, **_TOKENIZED},
+    "causal_lm": _DOCUMENTS,
+    "masked_lm": _DOCUMENTS,
+    "next_sentence": {"data": DocumentData, **_TOKENIZED},
+    "span_corruption": _DOCUMENTS,
+    "chat": {"data": ChatData, **_DISTILLED},
     "preference": {"data": ChatData, **_TOKENIZED, "training": PreferenceTraining},
     "kto": {"data": ChatData, **_TOKENIZED, "training": KTOTraining},
     "reward": {"data": ChatData, **_TOKENIZED, "training": RewardTraining},
     **dict.fromkeys(("classification", "token_classification", "regression", "ranking"), _LABELS),
     "embedding": {"data": LabelData, **_TOKENIZED, "training": EmbeddingTraining},
-    "seq2seq": {"data": Seq2SeqData, **_TOKENIZED},
+    "seq2seq": {"data": Seq2SeqData, **_DISTILLED},
 }

@@ -15,6 +15,7 @@ import keras
 from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.inputs.files import write_text_atomically
 from dtransformer.models import save_lora
+from dtransformer.models.base import TokenModel
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import call_on_all, from_chief
 from dtransformer.parallel.config.elastic_config import FITS_LAYOUT
@@ -34,6 +35,7 @@ from dtransformer.runs.callbacks import (
     log_callbacks,
 )
 from dtransformer.runs.config import RunConfig, load_config
+from dtransformer.runs.distillation import distillation_loss, load_teacher
 from dtransformer.runs.exporting import check_export, export
 from dtransformer.runs.folder import RunFolder
 from dtransformer.runs.identity import (
@@ -67,7 +69,7 @@ from dtransformer.trainers.checkpoint.folders import saved_steps
 # `--resume` accepts new paths of the data, and new values of all options outside `_FIXED_ON_RESUME`.
 _PATHS = (
     *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
-    *("tokenizer.folder", "model.from_"),
+    *("tokenizer.folder", "model.from_", "distillation.teacher"),
 )
 # Fields of `parallel` that the planner may change if the layout does not fit the remaining ranks.
 _LAYOUT_FIELDS = (
@@ -76,7 +78,15 @@ _LAYOUT_FIELDS = (
     *("sequence_parallel", "vocab_emb_dp", "recompute"),
 )
 _FIXED_ON_RESUME = (
-    *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
+    *(
+        "data",
+        "tokenizer",
+        "model",
+        "distillation",
+        "training.seed",
+        "training.batch_size",
+        "training.beta",
+    ),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
     *("training.z_loss", "training.neftune_alpha", "training.ema", "training.center_rewards"),
     *("training.simpo_gamma", "training.reference_free", "training.matryoshka"),
@@ -208,12 +218,13 @@ def _has_ended(path, config):
     return from_chief(lambda: limit is not None and last >= limit, "run/ended")
 
 
-def make_trainer(task: Task, total_steps: int) -> Trainer:
+def make_trainer(task: Task, total_steps: int, teacher: TokenModel | None = None) -> Trainer:
     """Create and compile the trainer of a task's network.
 
     Args:
         task: Task with a network, after `make_network`.
         total_steps: Integer. Number of training steps, for the learning rate schedule.
+        teacher: Teacher that the network learns from. Defaults to `None`.
 
     Raises:
         InputError: If the options of `training` are invalid.
@@ -222,17 +233,21 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
     trainer = Trainer(task.network)
     group_weights(task.network, task.config)
     optimizer = make_optimizer(task.config, total_steps)
+    loss = task.loss()
+    if teacher is not None:
+        loss = distillation_loss(task.config, loss)
     guard = None
     if options.guard is not None:
         guard = SpikeGuard(options.guard.skip_spikes, options.guard.stop_after)
     with raise_as_input_error("training"):
         trainer.compile(
             optimizer,
-            task.loss(),
+            loss,
             jit_compile=options.jit_compile,
             steps_per_execution=options.steps_per_execution,
             guard=guard,
             log_gradient_norms=options.log_gradient_norms,
+            teacher=teacher,
             **task.metrics(),
         )
     return trainer
@@ -256,10 +271,11 @@ def _prepare(config, folder, resumes):
     if job.is_chief():
         print("\n".join(task.summary_lines()), flush=True)
     task.make_network()
+    teacher = load_teacher(task)
     batches = {part: task.batches(part) for part in ("train", "dev")}
     job.print_once(f"Batches per epoch: {len(batches['train']):,}")
     steps = options.epochs * len(batches["train"])
-    trainer = make_trainer(task, min(steps, options.max_steps or steps))
+    trainer = make_trainer(task, min(steps, options.max_steps or steps), teacher)
     trainer.summary()
     task.before_training(trainer)
     return task, trainer, batches

@@ -95,6 +95,7 @@ def check_read(config: RunConfig) -> None:
             raise InputError(
                 f"`{key}` has no effect with {other}={short_repr(other_value)}. Remove one of them."
             )
+    _check_teacher(config, changed)
     optimizer = config.training.optimizer
     if any(group.adamw for group in config.training.groups) and optimizer.lower() != "muon":
         raise InputError(
@@ -106,6 +107,20 @@ def check_read(config: RunConfig) -> None:
         if key in changed and not has_dev:
             raise InputError(f"`{key}` needs held-out records. Set data.dev, or data.dev_source.")
     _check_sources(config)
+
+
+def _check_teacher(config, changed):
+    """Check that options of distillation have a teacher, and that its memory need not be planned."""
+    keys = [key for key in changed if key.startswith("distillation.")]
+    if keys and "distillation.teacher" not in keys:
+        raise InputError(
+            f"`{keys[0]}` has no effect without distillation.teacher. Set the teacher, or remove it."
+        )
+    if keys and config.training.layout == "auto":
+        raise InputError(
+            "`parallel: auto` does not count the memory of distillation.teacher. Set the fields of "
+            "parallel."
+        )
 
 
 def _check_adapters(config):

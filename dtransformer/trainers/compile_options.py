@@ -26,6 +26,7 @@ class CompileOptions:
         steps_per_execution: Maximum number of steps per call of the training function.
         guard: `SpikeGuard`, or `None`.
         log_gradient_norms: Whether the logs contain the gradient norm of each layer.
+        teacher: Frozen network whose logits a `DistillationLoss` reads, or `None`.
     """
 
     objective: Objective | None = None
@@ -36,6 +37,7 @@ class CompileOptions:
     steps_per_execution: int = 1
     guard: SpikeGuard | None = None
     log_gradient_norms: bool = False
+    teacher: keras.Model | None = None
 
 
 def resolve_optimizer(network, optimizer, auto_scale_loss):

@@ -57,11 +57,13 @@ class LossTerm(typing.NamedTuple):
         normalizer_ratio: Local part of the true loss normalizer divided by the assumed one, if the
             true one is only known after the forward pass. Otherwise `None`.
         weights: Weight of each value, or `None` if all weights are 1.
+        parts: Dict from names to local parts of terms of the loss, for the logs.
     """
 
     loss: tf.Tensor
     normalizer_ratio: tf.Tensor | None
     weights: tf.Tensor | None
+    parts: dict[str, tf.Tensor]
 
 
 def check_loss(loss) -> None:
@@ -103,6 +105,7 @@ def loss_term(
     Raises:
         ValueError: If the loss returns one value for all rows and has sample weights or a mask.
     """
+    parts = {}
     if hasattr(loss, "per_token"):
         values, weights = loss.per_token(outputs, labels, sample_weight)
         mask = _compat.get_keras_mask(outputs)
@@ -112,6 +115,8 @@ def loss_term(
         normalizer = label_counts.tokens
         is_known = hasattr(loss, "token_weights") and mask is None
         values *= tf.cast(weights, values.dtype)
+        parts = getattr(outputs, "loss_parts", {})
+        parts = {name: part * tf.cast(weights, part.dtype) for name, part in parts.items()}
     else:
         values, weights, local_normalizer = _keras_values(
             loss, labels, outputs, sample_weight, is_full_batch
@@ -123,9 +128,12 @@ def loss_term(
     if not is_known and is_full_batch:
         normalizer = local_normalizer
         is_known = True
-    total = tf.reduce_sum(tf.cast(values, "float32"))
+
+    def mean(x):
+        return tf.math.divide_no_nan(tf.reduce_sum(tf.cast(x, "float32")), normalizer)
+
     ratio = None if is_known else tf.math.divide_no_nan(local_normalizer, normalizer)
-    return LossTerm(tf.math.divide_no_nan(total, normalizer), ratio, weights)
+    return LossTerm(mean(values), ratio, weights, {name: mean(x) for name, x in parts.items()})
 
 
 def _keras_values(loss, labels, outputs, sample_weight, is_full_batch):

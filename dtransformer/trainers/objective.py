@@ -179,7 +179,8 @@ class Objective:
             A dict of float32 scalars:
 
             - `"loss"`: local part of the loss. 0 if only layers add losses.
-            - `"loss/NAME"`: local part of each loss, if there are several.
+            - `"loss/NAME"`: local part of each loss, if there are several, or of each part of a
+              token loss that has parts.
             - `"normalizer_ratio"`: present if the total loss must still be divided by its total.
             - `"counted"`: total weight of the labels, or the number of rows for several losses.
             - `"right"`: total weight of correctly predicted labels, for a token loss.
@@ -223,6 +224,7 @@ class Objective:
                 )
             return {**sums, "counted": tf.cast(tf.shape(flat[0])[0], "float32")}
         (term,) = terms.values()
+        sums |= {f"loss/{name}": part for name, part in term.parts.items()}
         if term.normalizer_ratio is not None:
             sums["normalizer_ratio"] = term.normalizer_ratio
         accuracy = _accuracy(*accuracy_inputs, term.weights)

@@ -16,6 +16,7 @@ from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
 from dtransformer.trainers.checkpoint.training_state import variable_names
 from dtransformer.trainers.data import element_specs
+from dtransformer.trainers.distilled import DistilledModel
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
@@ -69,8 +70,11 @@ class Program:
             self.metrics = StepMetrics(
                 options.objective, options.compiled_metrics, self._restore_built_metrics
             )
+        computed = network
+        if options.teacher is not None:
+            computed = DistilledModel(network, options.teacher)
         self.forward = ForwardStep(
-            network, options.objective, options.compiled_metrics is not None, self._states
+            computed, options.objective, options.compiled_metrics is not None, self._states
         )
 
     def build_network(self, input_shape=None):
@@ -146,7 +150,7 @@ class Program:
         synchronize_batch_norms(self._network)
         self._states.find_metrics(self._network)
         check_same_training(self._network, self._options.optimizer)
-        initial_broadcast(self._network.variables, [])
+        initial_broadcast(self.forward.network.variables, [])
         # Optimizer states such as moving averages start from the weights.
         self.build_optimizer()
         if not self.optimizer_step.is_sharded:

@@ -105,7 +105,7 @@ class StepMetrics:
             accuracy = tf.math.divide_no_nan(totals["right"], counted)
             logs["accuracy"] = self._mean(self._accuracy, accuracy, counted)
         for key, mean in self._output_losses.items():
-            logs[mean.name] = self._mean(mean, totals[key], rows)
+            logs[mean.name] = self._mean(mean, totals[key], weight)
         self.names = set(logs)
         if self._compiled is not None:
             self._update_compiled(labels, outputs, sample_weight)

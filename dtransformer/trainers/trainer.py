@@ -30,6 +30,7 @@ from dtransformer.trainers.compile_options import (
     resolve_optimizer,
 )
 from dtransformer.trainers.data import prepare_data
+from dtransformer.trainers.distilled import check_teacher
 from dtransformer.trainers.epoch_loop import chief_verbosity, evaluate
 from dtransformer.trainers.fit import FitOptions, run_fit
 from dtransformer.trainers.network_files import MODEL_SUFFIX, NetworkFiles
@@ -123,6 +124,7 @@ class Trainer(keras.Model):
         log_every: int | None = None,
         guard: SpikeGuard | None = None,
         log_gradient_norms: bool = False,
+        teacher: keras.Model | None = None,
     ) -> None:
         """Configure the training.
 
@@ -156,6 +158,9 @@ class Trainer(keras.Model):
             log_gradient_norms: Whether the logs also contain the gradient norm of each block and each
                 layer outside of blocks, before clipping, such as `gradient_norm/blocks/block_3`.
                 Their squares sum to the square of `gradient_norm`.
+            teacher: Network of the trained network's class and vocabulary, for a
+                `DistillationLoss`. It is frozen, runs in the same layout, and is neither saved nor
+                part of checkpoints. Defaults to `None`.
 
         Raises:
             ValueError: If the layout does not support these options.
@@ -163,6 +168,8 @@ class Trainer(keras.Model):
         set_tensorflow_options(jit_compile)
         metrics, weighted_metrics = resolve_metrics(self.network, metrics, weighted_metrics)
         self.objective = resolve_losses(self.network, loss, loss_weights)
+        if teacher is not None:
+            check_teacher(self.network, teacher, loss)
         super().compile(
             optimizer=resolve_optimizer(self.network, optimizer, auto_scale_loss),
             metrics=compile_checks.add_metric_checks(metrics),
@@ -183,6 +190,7 @@ class Trainer(keras.Model):
             steps_per_execution=steps_per_execution,
             guard=guard,
             log_gradient_norms=log_gradient_norms,
+            teacher=teacher,
         )
         self._use_options(options)
 

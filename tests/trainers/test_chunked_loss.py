@@ -7,9 +7,10 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.layers.preference import SequenceLogProbability
+from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability
 from dtransformer.limits import MAX_LOGIT_BYTES
 from dtransformer.models import CausalLM, MaskedLM
+from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tensor_parallel import chunked_cross_entropy
 from dtransformer.reports.audit import needed_operations
@@ -31,13 +32,13 @@ def chunk_counts(monkeypatch):
 
 def record_chunks(monkeypatch):
     sizes = []
-    original = chunked_cross_entropy._chunked_nll
+    original = chunked_cross_entropy._chunked_losses
 
-    def recorded(product, labels, size, nll):
+    def recorded(product, labels, size, *args):
         sizes.append(size)
-        return original(product, labels, size, nll)
+        return original(product, labels, size, *args)
 
-    monkeypatch.setattr(chunked_cross_entropy, "_chunked_nll", recorded)
+    monkeypatch.setattr(chunked_cross_entropy, "_chunked_losses", recorded)
     return sizes
 
 
@@ -220,14 +221,23 @@ def test_predictions_and_generation_are_unchanged(chunk_counts):
     assert not chunk_counts
 
 
-def test_sequence_log_probabilities_use_chunks_for_large_logits(monkeypatch, chunk_counts):
-    network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1)
-    layer = SequenceLogProbability(VOCAB_SIZE)
-    inputs, labels = map(tf.constant, batch())
-    expected = layer(network(inputs), labels)
+def test_preference_scores_use_chunks_for_large_logits(monkeypatch, chunk_counts):
+    network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1, **UNTIED)
+    network.build()
+    model = GroupModel(network, SequenceLogProbability(VOCAB_SIZE))
+    tokens, labels = (tf.reshape(x, [ROWS // 2, 2, LENGTH]) for x in batch())
+    inputs = {"tokens": tokens, "segments": tf.ones_like(tokens), "labels": labels}
+    weights = [network.head.kernel.value, network.head.bias.value]
+
+    def compute():
+        with tf.GradientTape() as tape:
+            log_p = model(inputs)
+            loss = PreferenceLoss(beta=1.0).call(tf.zeros_like(log_p), log_p)
+        return [log_p, *tape.gradient(loss, weights)]
+
+    expected = compute()
     monkeypatch.setattr(chunked_cross_entropy, "MAX_LOGIT_BYTES", 4 * VOCAB_SIZE * 10)
-    values = tf.function(lambda: layer(network(inputs), labels))()
-    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    assert_equal(tf.function(compute)(), expected)
     assert chunk_counts == [10]
 
 

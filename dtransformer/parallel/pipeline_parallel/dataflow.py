@@ -138,6 +138,7 @@ class CrossStageTensor:
         dtype: Name of the dtype.
         first_chunk: Integer. Chunk that computes it.
         last_chunk: Integer. Last chunk that needs it.
+        is_trained: Boolean. Whether it depends on a layer that is not frozen. Defaults to `True`.
     """
 
     name: str
@@ -145,11 +146,12 @@ class CrossStageTensor:
     dtype: str
     first_chunk: int
     last_chunk: int
+    is_trained: bool = True
 
     @property
     def has_gradient(self) -> bool:
-        """True if a gradient is sent back. Masks and integers have none."""
-        return "float" in self.dtype
+        """True if a gradient is sent back. Masks, integers and results of frozen layers have none."""
+        return self.is_trained and "float" in self.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +244,8 @@ class Dataflow:
             if last > first:
                 shape = tuple(spec.shape)
                 dtype = spec.dtype.name
-                tensors.append(CrossStageTensor(result.name, shape, dtype, first, last))
+                is_trained = result.call in uses.trained
+                tensors.append(CrossStageTensor(result.name, shape, dtype, first, last, is_trained))
         return cls(placement, tuple(tensors), uses.copies, recorder.outputs, uses.moved)
 
 
@@ -258,6 +261,7 @@ class _CallPlacement:
         moved: Part of `chunks`, the calls that another chunk than the layer's computes.
         copies: Dict that maps the path of a layer to the other chunks that need its weights.
         last_use: Dict that maps each `Result` to the last chunk that needs it.
+        trained: Set of the names of calls that depend on a layer that is not frozen.
     """
 
     def __init__(self, recorder, placement):
@@ -266,8 +270,11 @@ class _CallPlacement:
         self.moved = {}
         self.copies = {}
         self.last_use = {}
+        self.trained = set()
         for call in recorder.calls:
             self._place(call)
+            if call.layer.trainable or any(x.call in self.trained for x in call.sources):
+                self.trained.add(call.name)
             self._use(call.sources, self.chunks[call.name])
         self._use(recorder.ends, placement.last_chunk)
         self._copy_inner_layers({call.layer: None for call in recorder.calls})

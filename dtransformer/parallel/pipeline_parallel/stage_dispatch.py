@@ -183,8 +183,8 @@ class ChunkView:
         self._dataflow = dataflow
         self._received = received
         self._names = CallNames()
-        self._sent_names = {tensor.name for tensor in dataflow.sent_after(chunk)}
-        self.sent = {name: x for name, x in received.items() if name in self._sent_names}
+        self._sent = {tensor.name: tensor for tensor in dataflow.sent_after(chunk)}
+        self.sent = {name: x for name, x in received.items() if name in self._sent}
 
     def call(self, layer, compute, placeholder, args, kwargs):
         name = self._names.next(layer)
@@ -207,10 +207,11 @@ class ChunkView:
 
     def _keep_sent(self, layer, name, results, args, kwargs):
         for i, x in enumerate(tf.nest.flatten(results)):
-            if f"{name}:{i}" in self._sent_names:
+            sent = self._sent.get(f"{name}:{i}")
+            if sent is not None:
                 check_output(layer, i, x, args, kwargs)
-                self.sent[f"{name}:{i}"] = x
-            if mask_name(name, i) in self._sent_names:
+                self.sent[sent.name] = x if sent.has_gradient else tf.stop_gradient(x)
+            if mask_name(name, i) in self._sent:
                 self.sent[mask_name(name, i)] = _compat.get_keras_mask(x)
 
 

@@ -102,13 +102,40 @@ def head_nll(
             float32 logits of a chunk to 256 MiB. `None` disables chunks.
         **options: Other arguments of `token_nll`.
     """
-    product = get_product(logits)
-    size = chunk_size(logits, chunk_tokens)
-    if size is None:
-        return token_nll(logits, labels, **options)
     nll = functools.partial(token_nll, **options)
-    values, product.correct = _chunked_nll(product, labels, size, nll)
+    (values,) = head_losses(lambda *chunk: [nll(*chunk)], logits, labels, chunk_tokens)
     return values
+
+
+def head_losses(
+    compute: Callable,
+    logits: tf.Tensor,
+    labels: tf.Tensor,
+    chunk_tokens: int | str | None = "auto",
+    teacher_logits: tf.Tensor | None = None,
+) -> list[tf.Tensor]:
+    """Return the losses of each token, computed in chunks if the logits are large.
+
+    Args:
+        compute: Function of logits, labels and, if passed, teacher logits. It returns a list of
+            float tensors in the labels' shape: one loss, or two losses with teacher logits.
+        logits: Tensor of shape `[..., V']`, the result of a head.
+        labels: Integer tensor of shape `[...]`.
+        chunk_tokens: As in `head_nll`.
+        teacher_logits: Tensor of shape `[..., V']`, the result of another head. They have no
+            gradient. Defaults to `None`.
+
+    Returns:
+        The list of losses.
+    """
+    product = get_product(logits)
+    teachers = [] if teacher_logits is None else [teacher_logits]
+    teacher_products = [get_product(x) for x in teachers]
+    size = chunk_size(logits, chunk_tokens)
+    if size is None or None in teacher_products:
+        return compute(logits, labels, *map(tf.stop_gradient, teachers))
+    *losses, product.correct = _chunked_losses(product, labels, size, compute, teacher_products)
+    return losses
 
 
 def chunk_size(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> int | None:
@@ -151,26 +178,34 @@ def _local_shape(logits):
     return tf.TensorShape([n // axis_size(axis) for n, axis in zip(shape, specs)])
 
 
-def _chunked_nll(product, labels, size, nll):
-    """Return the loss of each token, and 1 where the label is the most likely entry, else 0.
+def _chunked_losses(product, labels, size, compute, teacher_products):
+    """Return the losses of each token, and 1 where the label is the most likely entry, else 0.
 
     Args:
         product: `HeadProduct` of the logits.
         labels: Integer tensor of shape `[...]`.
         size: Maximum number of tokens per chunk.
-        nll: Function of logits and labels that returns the loss of each token.
+        compute: As in `head_losses`.
+        teacher_products: List of the `HeadProduct`s of the teacher logits, if any.
     """
     label_shape = static_or_dynamic_shape(labels)
-    inputs = product.inputs
     if not trace.is_on_mesh():
-        inputs = tf.reshape(inputs, [1, -1, inputs.shape[-1]])
         labels = tf.reshape(labels, [1, -1])
-    inputs = constrain(inputs, ("batch", None, None))
     chunks = _Chunks(labels, size)
     chunk_labels = chunks.split(labels)
     is_transposed = product.is_transposed
     in_tape_graph = trace.tape_graph() is tf.compat.v1.get_default_graph()
     is_trained = not in_tape_graph or _compat.is_on_a_tape([product.kernel])
+    teachers = [(x, chunks.split(_rows(x.inputs))) for x in teacher_products]
+
+    def compute_losses(i, done, logits):
+        teacher_logits = []
+        for teacher, rows in teachers:
+            kernel = tf.cast(teacher.kernel, rows.dtype)
+            chunk_rows = _after(rows[:, i], done)
+            y = matmul(chunk_rows, kernel, transpose_kernel=teacher.is_transposed)
+            teacher_logits.append(tf.stop_gradient(teacher.finish(y, *teacher.biases)))
+        return compute(logits, chunk_labels[:, i], *teacher_logits)
 
     @custom_gradient
     def losses(inputs, kernel, *biases):
@@ -180,19 +215,20 @@ def _chunked_nll(product, labels, size, nll):
         def forward(i, sums, done):
             y = matmul(_after(x[:, i], done), weights, transpose_kernel=is_transposed)
             logits = product.finish(y, *biases)
-            labels = chunk_labels[:, i]
-            return [nll(logits, labels), is_most_likely(logits, labels)], sums
+            correct = is_most_likely(logits, chunk_labels[:, i])
+            return [*compute_losses(i, done, logits), correct], sums
 
-        def gradient(upstream, _):
-            chunk_upstream = chunks.split(upstream)
+        def gradient(*upstream):
+            chunk_upstream = [chunks.split(dy) for dy in upstream[:-1]]
 
             def backward(i, sums, done):
                 rows = _after(x[:, i], done)
                 y = matmul(rows, weights, transpose_kernel=is_transposed)
                 with tf.GradientTape() as tape:
                     tape.watch([y, *biases])
-                    values = nll(product.finish(y, *biases), chunk_labels[:, i])
-                dy, *gradients = tape.gradient(values, [y, *biases], chunk_upstream[:, i])
+                    values = compute_losses(i, done, product.finish(y, *biases))
+                chunk = [dy[:, i] for dy in chunk_upstream]
+                dy, *gradients = tape.gradient(values, [y, *biases], chunk)
                 if is_trained:
                     factors = (dy, rows) if is_transposed else (rows, dy)
                     gradients.append(tf.matmul(*factors, transpose_a=True))
@@ -211,11 +247,19 @@ def _chunked_nll(product, labels, size, nll):
             return chunks.join(dx), dkernel, *biases_gradients
 
         value_type = "float64" if x.dtype == "float64" else "float32"
-        results, _ = _iterate(forward, chunks.count, [], [value_type, "float32"])
+        dtypes = [value_type] * (1 + len(teachers)) + ["float32"]
+        results, _ = _iterate(forward, chunks.count, [], dtypes)
         return [chunks.join(result) for result in results], gradient
 
-    results = losses(inputs, product.kernel, *product.biases)
+    results = losses(_rows(product.inputs), product.kernel, *product.biases)
     return [tf.reshape(result, label_shape) for result in results]
+
+
+def _rows(inputs):
+    """Return the inputs of a head in the shape `[b, s, h]`, with one row off the mesh."""
+    if not trace.is_on_mesh():
+        inputs = tf.reshape(inputs, [1, -1, inputs.shape[-1]])
+    return constrain(inputs, ("batch", None, None))
 
 
 def _zeros(weight):

@@ -73,7 +73,7 @@ def token_nll(
                 dx = smoothed if is_entry is None else tf.where(is_entry, smoothed, 0.0)
             is_label = tf.range(width, dtype=INDEX_TYPE) == labels[..., None]
             dx = tf.where(is_label, dx - on * upstream, dx)
-            return tf.cast(constrain(dx, _axes(dx)), logits.dtype)
+            return tf.cast(constrain(dx, logits_axes(dx)), logits.dtype)
 
         value = tf.squeeze(tf.math.log(sum_exp), -1) - target
         return value + z_loss * tf.square(tf.squeeze(z, -1)) if z_loss else value, gradient
@@ -94,7 +94,7 @@ def label_values(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     if not trace.is_on_mesh():
         return tf.gather(x, labels, batch_dims=len(labels.shape))
     leading = labels.shape.as_list()
-    *batch, axis = activation_specs(_axes(x), x.shape)
+    *batch, axis = activation_specs(logits_axes(x), x.shape)
     # [..., V] -> [..., t, V/t] -> [..., t] -> [...]
     num_shards = axis_size(axis)
     shards = tf.reshape(x, [*leading, num_shards, x.shape[-1] // num_shards])
@@ -117,7 +117,7 @@ def is_most_likely(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     return tf.cast(label_values(logits, labels) >= max_logit, "float32")
 
 
-def _axes(logits):
+def logits_axes(logits: tf.Tensor) -> tuple:
     """Return the logical axes of logits `[N, V]`, `[b, s, V]` or `[b, ..., V]`."""
     between = ("inner_length", *[None] * (len(logits.shape) - 3)) if len(logits.shape) > 2 else ()
     return ("batch", *between, "vocab")

@@ -13,7 +13,7 @@ from dtransformer.datasets.shard_manifest import MANIFEST
 from dtransformer.datasets.shard_mixture import MixedBatches, ShardMixture
 from dtransformer.datasets.shard_writer import write_token_shards
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.datasets.tokenizer_folder import load_tokenizer
+from dtransformer.datasets.tokenizer_folder import are_equal, load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
@@ -102,7 +102,7 @@ class DocumentTask(Task):
         result = ShardMixture(folders, weights) if any(weights) else folders[0]
         shard_tokenizer = load_tokenizer(folders[0].tokenizer_folder)
         run_tokenizer = self.tokenizer or self._tokenizer_of_model()
-        if run_tokenizer is not None and not _are_equal(run_tokenizer, shard_tokenizer):
+        if run_tokenizer is not None and not are_equal(run_tokenizer, shard_tokenizer):
             raise InputError(
                 f"`data.{name}`: {folders[0].folder} was prepared with another tokenizer than the "
                 "run or the model uses. Prepare it again with their tokenizer."
@@ -193,10 +193,3 @@ class DocumentTask(Task):
 
 def _is_prepared(source):
     return (pathlib.Path(source.path) / MANIFEST).is_file()
-
-
-def _are_equal(tokenizer, other):
-    """Return whether two tokenizers have equal vocabulary sizes and encode a sample text equally."""
-    texts = ["The quick brown Fox, 12 + 3: naïve façade."]
-    first, second = (candidate.encode(texts).to_list() for candidate in (tokenizer, other))
-    return tokenizer.vocab_size == other.vocab_size and first == second

@@ -206,8 +206,10 @@ class PipelineStep:
             crossing = self.dataflow.sent_after(chunk)
             self._border_tensors[_activations(k, chunk)] = [sent[x.name] for x in crossing]
         if has_backward:
-            trained = [sent[tensor.name] for tensor in self.dataflow.gradients_after(chunk)]
-            unused = [x for x in tf.nest.flatten((sums, outputs)) if x is not None]
+            names = [tensor.name for tensor in self.dataflow.gradients_after(chunk)]
+            trained = [sent[name] for name in names]
+            untrained = [x for name, x in sent.items() if name not in names]
+            unused = [x for x in tf.nest.flatten((sums, outputs, untrained)) if x is not None]
             unused = [x for x in unused if x.shape.rank and x.dtype.is_floating]
             self._tapes[chunk, k] = tape, trained, loss, unused, received_trained, deferred
         for name, x in sums.items():
@@ -226,8 +228,8 @@ class PipelineStep:
             )
         tape, sent, loss, unused, received, deferred = self._tapes.pop((chunk, k))
         weights = self._weights[chunk]
-        # Sums and outputs have no gradient. Pass zeros explicitly, because the tape would create
-        # zeros that are not on the mesh.
+        # Sums, outputs and results of frozen layers have no gradient. Pass zeros explicitly, because
+        # the tape would create zeros that are not on the mesh.
         upstream = [*upstream, self._devices.put_loss_gradient(), *map(tf.zeros_like, unused)]
         with self._engine.recording(f"backward {chunk}"):
             all_gradients = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
