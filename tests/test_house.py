@@ -126,7 +126,7 @@ MAX_LINES = 380
 """Lines of code of a file, without docstrings, comments and blank lines."""
 MAX_MEDIAN_LINES = 90
 # Maximum number of code tokens in the package, without docstrings and comments.
-TOKEN_BUDGET = 340_900
+TOKEN_BUDGET = 353_100
 # Nested comprehensions are allowed for lists of lists and dicts, but must stay rare.
 MAX_NESTED_COMPREHENSIONS = 8
 
