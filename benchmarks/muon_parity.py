@@ -7,7 +7,9 @@ conversion to bfloat16 is replaced.
     python benchmarks/muon_parity.py
 """
 
+import argparse
 import itertools
+import json
 from unittest import mock
 
 import keras
@@ -52,7 +54,9 @@ def train(shape, adjust_lr_fn, rms_rate, learning_rate, products):
 
 
 def main():
-    """Print one line for each type of products and each scale."""
+    """Print the largest difference for each type of products and each scale as JSON."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    rows = []
     for products, scale in itertools.product(("float32", "bfloat16"), SCALES):
         differences = []
         for shape in SHAPES:
@@ -60,7 +64,9 @@ def main():
                 start, actual, expected = train(shape, *scale, products)
             change = np.linalg.norm(expected - start)
             differences.append(np.linalg.norm(actual - expected) / change)
-        print(f"{products:9}{scale[0]:16} {max(differences):.1e}", flush=True)
+        row = {"products": products, "adjust_lr_fn": scale[0], "rms_rate": scale[1]}
+        rows.append({**row, "largest_difference": float(max(differences))})
+    print(json.dumps(rows, indent=1))
 
 
 def _conversion(products):

@@ -21,6 +21,7 @@ from dtransformer import cli
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.runs import config
+from dtransformer.runs.options import SECTIONS
 from tests.doc_pages import EXAMPLE, ROOT, blocks, doc_pages, page_name, replaced
 
 PAGES = [*doc_pages(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -221,7 +222,7 @@ def check_command(words, monkeypatch):
         if getattr(arguments, "rank_command", None):
             check_command(arguments.rank_command[1:], monkeypatch)
         for setting in getattr(arguments, "set", ()):
-            config.load_config(None, [setting])
+            check_setting(setting)
     elif name == "make":
         check_make(words[1:])
     elif name == "horovodrun":
@@ -232,6 +233,18 @@ def check_command(words, monkeypatch):
         check_extras(words)
     elif name != "curl":  # downloads of samples
         assert (ROOT / name).exists(), f"{name} is not a known command"
+
+
+def check_setting(setting):
+    """Fail if no task accepts a setting such as "training.epochs=3"."""
+    errors = []
+    for task in SECTIONS:
+        try:
+            config.load_config(None, [f"task={task}", setting])
+            return
+        except InputError as error:
+            errors.append(str(error))
+    raise AssertionError("\n".join(errors))
 
 
 def check_make(words):
