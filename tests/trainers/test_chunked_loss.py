@@ -150,7 +150,7 @@ IN_CHUNKS = "tests.trainers.test_chunked_loss:losses_in_chunks"
 RUNS = [f"{IN_CHUNKS}/{name}" for name in ("dp2@2x1+shard3", "cp2@2x1")]
 
 
-@parametrize_runs(RUNS, RUNS[1:], lambda run: [f"{IN_CHUNKS}/alone@1x1"])
+@parametrize_runs(RUNS, RUNS, lambda run: [f"{IN_CHUNKS}/alone@1x1"])
 def test_losses_of_sharded_heads_and_sequences_equal_one_process_with_chunks(run, rank_results):
     (expected,) = rank_results(f"{IN_CHUNKS}/alone@1x1")
     assert set(expected["sizes"].ravel()) == {6}
