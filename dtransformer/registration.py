@@ -10,9 +10,9 @@ import wrapt
 
 # All classes with the decorator `@register`.
 CLASSES = """
-    AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
-    FixedSparseAttention FlattenedInitializer LatentAttention LayerNorm Linear Masked MaskedLM
-    MaskedLMHead MoE MultiHeadAttention Muon PaddedInitializer PoolingHead
+    AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss DistillationLoss Dropout
+    EncoderDecoderLM FeedForward FixedSparseAttention FlattenedInitializer LatentAttention LayerNorm
+    Linear Masked MaskedLM MaskedLMHead MoE MultiHeadAttention Muon PaddedInitializer PoolingHead
     PositionEmbedding RMSNorm RelativePositionTable Router SequenceHead
     StackedInitializer TokenHead TokenTypeEmbedding Trainer Transformer TransformerDecoder
     TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer TranslationTransformer

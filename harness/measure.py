@@ -38,9 +38,17 @@ def passing_bytes(step):
 
 
 def elements_sent(trainer):
-    """Return the number of elements that this rank sends to data-parallel ranks per step."""
-    sent = trainer.communication_report().collectives
-    return sum(c.elements_sent for c in sent if c.over == "ranks")
+    """Return the number of elements that this rank sends to data-parallel ranks per step.
+
+    Sums of a tied table over pipeline stages have the table's path and do not count.
+    """
+    paths = {weight.path for weight in trainer.network.variables}
+    collectives = trainer.communication_report().collectives
+    return sum(
+        c.elements_sent
+        for c in collectives
+        if c.over == "ranks" and not (c.kind == "all-reduce" and c.layer in paths)
+    )
 
 
 def limit_memory(num_bytes):

@@ -100,7 +100,7 @@ SETTINGS = ["training.batch_size=4", "training.epochs=1", "training.precision=fl
 def data_folder(tmp_path_factory):
     """Return a folder with small files and models under the names that the examples use."""
     folder = tmp_path_factory.mktemp("examples")
-    write(folder)
+    write(folder, hidden_size=64)  # Quantized kernels need a multiple of 64.
     (folder / "data").mkdir()
     (folder / "models").mkdir()
     for name, (source, _) in SMALL.items():

@@ -20,6 +20,10 @@ from tests.layers.test_weights import by_path
 LAYER_OPTIONS = {
     "AttentionMask": ({}, [(2, 4)]),
     "CrossEntropyLoss": ({"label_smoothing": 0.1, "ignore_id": 3, "vocab_size": 9}, None),
+    "DistillationLoss": (
+        {"temperature": 1.5, "hard_loss_weight": 0.25, "divergence": "reverse_kl"},
+        None,
+    ),
     "Dropout": ({"rate": 0.25}, [(2, 4)]),
     "FeedForward": (
         {

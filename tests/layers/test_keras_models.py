@@ -52,7 +52,7 @@ LAYERS = {
     "VocabHead": ({"vocab_size": 6}, [X]),
     "VocabHead, tied": ({"vocab_size": 6, "tied": True}, [X, TABLE]),
 }
-BASES = {"BlockStack", "CrossEntropyLoss", "Layer", "TransformerBlock"}
+BASES = {"BlockStack", "CrossEntropyLoss", "DistillationLoss", "Layer", "TransformerBlock"}
 DESTROY = "ignore:.*does not support masking"  # Layers that return router choices or masks.
 CALLS = [{}, {"training": None}, {"training": False}, {"training": True}]
 MASKED = [{"mask": MASK}, {"training": False, "mask": MASK}]

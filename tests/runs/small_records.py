@@ -77,13 +77,16 @@ def records():
     }
 
 
-def write(folder):
-    """Write the records, a text and a published Llama with a tokenizer of bytes and a template."""
+def write(folder, **sizes):
+    """Write the records, a text and a published Llama with a tokenizer of bytes and a template.
+
+    `sizes` replace sizes of the Llama.
+    """
     for name, rows in records().items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     texts = [x["messages"][0]["content"] + " " + x["messages"][1]["content"] for x in chats()]
     (folder / "text.txt").write_text("\n\n".join(texts * 3))
-    network = CausalLM(290, **LLAMA)
+    network = CausalLM(290, **{**LLAMA, **sizes})
     network.build()
     save_pretrained(network, folder / "llama", "llama")
     write_byte_tokenizer(folder / "llama", texts, TEMPLATE)
