@@ -96,9 +96,8 @@ class LayerNorm(_Norm):
             unit_again = _make_unit(unit, x, inverse, mean)
 
             def gradient(dy):
-                scaled = dy * gamma
-                dx, dgamma = _rms_gradient(dy, scaled, unit_again(), gamma)
-                dx = (dx - mean_over_features(scaled)) * inverse
+                dx, dgamma = _rms_gradient(dy, unit_again(), gamma)
+                dx = (dx - mean_over_features(dy, gamma)) * inverse
                 return dx, dgamma, *(sum_to_features(dy) for _ in beta)
 
             return unit * gamma + beta[0] if beta else unit * gamma, gradient
@@ -138,7 +137,7 @@ class RMSNorm(_Norm):
             unit_again = _make_unit(unit, x, inverse)
 
             def gradient(dy):
-                dx, dgamma = _rms_gradient(dy, dy * gamma, unit_again(), gamma, self.axes)
+                dx, dgamma = _rms_gradient(dy, unit_again(), gamma, self.axes)
                 return dx * inverse, dgamma
 
             return unit * gamma, gradient
@@ -204,18 +203,10 @@ def _make_unit(unit, x, inverse, mean=None):
     return recompute
 
 
-def _rms_gradient(dy, scaled, unit, gamma, axes=-1):
-    """Return the gradient of x times its root mean square, and the gradient of gamma.
-
-    Args:
-        dy: Gradient of the result, a tensor of the shape of x.
-        scaled: `dy * gamma`.
-        unit: Normalized x, before it is scaled.
-        gamma: Gain per feature.
-        axes: Integer or tuple of integers. Feature dimensions.
-    """
+def _rms_gradient(dy, unit, gamma, axes=-1):
+    """Return the gradient of x times its root mean square, and the gradient of gamma."""
     product = dy * unit
-    dx = scaled - unit * mean_over_features(product, gamma, axes)
+    dx = dy * gamma - unit * mean_over_features(product, gamma, axes)
     if axes == -1:
         return dx, sum_to_features(product)
     return dx, tf.reduce_sum(product, axis=(0, 2))[:, None, :]
