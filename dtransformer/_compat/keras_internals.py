@@ -242,7 +242,7 @@ def replace_remat(remat: Callable) -> None:
     """Let `keras.remat` and `keras.RematScope` use another function than `tf.recompute_grad`.
 
     The original draws other dropout masks in the backward pass, fails for inner layers in graphs,
-    and loses the gradients of weights that are tensors. Unnecessary if it had none of these faults.
+    and loses the gradients of weights that are tensors. Unnecessary without these faults.
 
     Args:
         remat: Function from a function, such as a layer's bound method `call`, to a function with

@@ -48,7 +48,7 @@ def patched(owner: object, **attributes):
 
 @contextlib.contextmanager
 def declared_dtype(variables: list, dtype: str):
-    """Context manager in which Keras variables report another dtype, without a conversion.
+    """Context manager that lets Keras variables report another dtype, without a conversion.
 
     Keras' operations choose their type by it. Unnecessary if optimizers could compute in a wider type
     than their states.

@@ -19,11 +19,11 @@ from dtransformer.planner.models import from_architecture, get_model, make_check
 from dtransformer.planner.plain_bfloat16 import bfloat16_hint
 from dtransformer.planner.plan_file import plan_to_yaml
 from dtransformer.planner.shape import ModelShape
+from dtransformer.runs.options import DocumentData
 from dtransformer.transformer_config import DECODER, ENCODER
 
 # Default limit of the sequence length. Published positions go far beyond it.
 _MAX_DEFAULT_LENGTH = 8192
-_MASK_RATE = 0.15  # Default of `data.mask_rate`.
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
@@ -137,7 +137,7 @@ def _with_default_length(model, changes):
     length = changes.get("sequence_length", min(model.sequence_length, _MAX_DEFAULT_LENGTH))
     positions = model.predicted_positions
     if model.config.network == ENCODER and positions is None:
-        positions = max(1, round(_MASK_RATE * length))
+        positions = max(1, round(DocumentData.mask_rate * length))
     return dataclasses.replace(model, sequence_length=length, predicted_positions=positions)
 
 

@@ -126,22 +126,19 @@ def keras_layout(
         for layout in layouts
     }
     trained = [layout for layout in layouts if layout.variable.trainable]
+    muon = Muon() if optimizer == "muon" else None
+    num_states = OPTIMIZERS[optimizer]
     weights = sum(stored[id(x)] * tf.as_dtype(x.variable.dtype).size for x in layouts)
-    states = sum(
-        stored[id(x)] * tf.as_dtype(x.variable.dtype).size * _num_states(x.variable, optimizer)
-        for x in trained
-    )
+    states = 0
+    for x in trained:
+        # Muon updates some weights with AdamW.
+        uses_adamw = muon is not None and muon.matrix_shape(x.variable) is None
+        count = OPTIMIZERS["adamw"] if uses_adamw else num_states
+        states += stored[id(x)] * tf.as_dtype(x.variable.dtype).size * count
     fraction = sharded / total if model_parallel > 1 else 0.0
     return KerasLayout(
         data_parallel, model_parallel, fraction, weights, states, -(-states // data_parallel)
     )
-
-
-def _num_states(variable, optimizer):
-    """Return the number of state values per parameter. Muon updates some weights with AdamW."""
-    if optimizer == "muon" and Muon().matrix_shape(variable) is None:
-        return OPTIMIZERS["adamw"]
-    return OPTIMIZERS[optimizer]
 
 
 def _layouts(network, model_parallel) -> list[WeightLayout]:

@@ -28,7 +28,7 @@ def plan_batches(
     Sentences of similar length share a batch. The remainder of a bucket moves to the next longer
     bucket. The remainder of the longest bucket becomes the last batch. If it is less than half a
     batch, it is divided evenly with the batch before. All batches are therefore close to full, and
-    their number depends only on the lengths, not on the seed or the epoch.
+    the number of batches depends only on the lengths, not on the seed or the epoch.
 
     Args:
         lengths: int [N], the length in tokens of the longer side of every pair.

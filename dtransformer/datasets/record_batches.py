@@ -249,7 +249,7 @@ def get_targets(records: EncodedRecords, indices: Sequence[int]) -> np.ndarray:
 def prepared_lengths(
     rows: list, length: int, longer: str, owner: str, what: str = "records"
 ) -> tuple[list[int], list]:
-    """Leave out or cut off records with more than `length` tokens, and report their number.
+    """Leave out or cut off records with more than `length` tokens, and report how many.
 
     Args:
         rows: List with one entry for each record: the list of its sequences, which are tuples of

@@ -17,7 +17,6 @@ from dtransformer.layers.arguments import (
 )
 from dtransformer.layers.initializers import with_derived_seed
 from dtransformer.layers.low_rank import LowRankMixin, build_with_adapters
-from dtransformer.layers.quantized import QuantizedMixin
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
@@ -29,7 +28,7 @@ from dtransformer.parallel.variable_factory import make_variable
 register = keras.saving.register_keras_serializable("dtransformer")
 
 
-class Layer(SettingsMixin, LowRankMixin, QuantizedMixin):
+class Layer(SettingsMixin, LowRankMixin):
     """Base class of Keras layers whose weights have logical axes.
 
     `add_weight` takes the logical axis of every dimension. The rules of

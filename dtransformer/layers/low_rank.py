@@ -10,12 +10,13 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
+from dtransformer.layers.quantized import QuantizedMixin
 from dtransformer.parallel.ops.low_rank import LowRank, get_low_rank
 from dtransformer.parallel.ops.training_noise import InputDropout
 from dtransformer.parallel.pipeline_parallel import stage_weights
 
 
-class LowRankMixin(keras.layers.Layer):
+class LowRankMixin(QuantizedMixin):
     """Mixin of layers whose kernels can have low-rank adapters.
 
     A kernel is a weight with the attribute `num_inputs`. The factors are weights of the layer with
@@ -25,8 +26,6 @@ class LowRankMixin(keras.layers.Layer):
 
     # Name of a kernel -> options of its adapter. Configs store it.
     low_rank = types.MappingProxyType({})
-    # Name of a quantized kernel -> `QuantizedKernel`. See `QuantizedMixin`.
-    quantized_kernels = types.MappingProxyType({})
 
     def add_low_rank(
         self, name: str, rank: int, alpha: float, dropout: float = 0.0, kind: str = "lora"

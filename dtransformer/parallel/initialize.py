@@ -213,8 +213,9 @@ def _join_layout(topology, rank, addresses):
     config = get_parallel_config()
     all_ranks = range(topology.num_ranks)
     mesh = start_mesh(topology, rank, addresses, device_type())
-    ranks = {len(topology.model_parallel_group(rank))} if mesh is not None else set()
-    meshes = job.current().meshes | ranks
+    meshes = job.current().meshes
+    if mesh is not None:
+        meshes |= {len(topology.model_parallel_group(rank))}
     job.become(dataclasses.replace(job.current(), mesh=mesh, meshes=meshes))
     for group in (
         topology.model_parallel_group,

@@ -78,7 +78,7 @@ class Program:
         )
 
     def build_network(self, input_shape=None):
-        """Build the network under its own name, the prefix of its weight paths."""
+        """Build the network under its name, the prefix of its weight paths."""
         if not self._network.built:
             self._network.build(input_shape)
 

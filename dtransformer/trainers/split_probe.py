@@ -240,7 +240,10 @@ def _is_near(x, y):
 
 
 def _is_custom_loss(loss):
-    """Return whether a loss may not be a mean over rows and was not declared as such."""
+    """Return whether a loss is custom and does not declare that it compares rows.
+
+    It may not be a mean over rows.
+    """
     loss = getattr(loss, "fn", loss)
     if loss is None or isinstance(loss, str) or hasattr(loss, "per_token"):
         return False

@@ -20,7 +20,7 @@ from dtransformer.trainers.checkpoint.reader import Restored
 
 @dataclasses.dataclass(frozen=True)
 class StartPoint:
-    """Where `fit` starts.
+    """First batch of a `fit`, and the data from there on.
 
     Args:
         data: Data as Keras takes them. The first epoch starts with batch `batch`.

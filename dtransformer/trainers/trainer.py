@@ -130,7 +130,7 @@ class Trainer(keras.Model):
 
         Args:
             optimizer: Keras optimizer or its name. `None` uses the optimizer of the network's last
-                `compile`, with new states if it has been used. If there is none, it uses `"adamw"`.
+                `compile`, with new states if it has been used, or else `"adamw"`.
             loss: `CrossEntropyLoss`, or a loss as in `keras.Model.compile`: a Keras loss, its name,
                 a function of `(y_true, y_pred)`, or a list or dict of them, one per output. It is
                 reduced over the global batch with its `reduction`. `None` uses the loss and
@@ -646,7 +646,7 @@ class Trainer(keras.Model):
         """Return a `dtransformer.reports.memory.MemoryReport` of this rank, in bytes.
 
         Args:
-            inputs: Batch of inputs for which saved activations are computed. Defaults to the last
+            inputs: Batch of inputs whose saved activations are computed. Defaults to the last
                 batch on a mesh.
 
         Raises:

@@ -20,8 +20,8 @@ WEIGHT = (TEXT_IDS[:, 1] > 0).astype("float32")
 TEMPERATURE = 0.05
 
 
-# Text ids of two negative texts per query. The negatives of row 2 are its own positive and missing,
-# and a negative of row 5 is the query of row 4.
+# Text ids of two negative texts per query. The negatives of row 2 are its positive and missing, and
+# a negative of row 5 is the query of row 4.
 NEGATIVE_IDS = np.array(
     [[3, 9], [11, 0], [5, 0], [2, 5], [1, 1], [7, 4], [0, 0], [0, 0]], "float32"
 )

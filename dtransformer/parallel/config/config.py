@@ -255,7 +255,7 @@ class TransformerOpParallelConfig(validators.Checked):
 
     @property
     def mesh_spans_data(self) -> bool:
-        """Whether weights are all-gathered over data ranks inside a computation on the mesh."""
+        """True if weights are all-gathered over data ranks inside a computation on the mesh."""
         operations = self.model_parallel * self.context_parallel * self.expert_parallel
         if self.optimizer_shard == 3 and operations > 1:
             return True

@@ -23,12 +23,12 @@ def put_sharded(batch):
     def put(x):
         if x is None:
             return None
+        pad = tf.pad
         # Results that are on another device are not copied to the host.
-        is_remote = tf.is_tensor(x) and not x.device.endswith("CPU:0")
-        x = x if is_remote else np.asarray(x)
-        x = (tf.pad if is_remote else np.pad)(
-            x, [(0, rows_added(len(x))), *[(0, 0)] * (x.ndim - 1)]
-        )
+        if not tf.is_tensor(x) or x.device.endswith("CPU:0"):
+            pad = np.pad
+            x = np.asarray(x)
+        x = pad(x, [(0, rows_added(len(x))), *[(0, 0)] * (x.ndim - 1)])
         specs = (axis, *[None] * (x.ndim - 1))
         device_bounds = get_device_bounds(x.shape, specs, job.mesh().local_device_ids())
         return _pack([x[bounds.slices] for bounds in device_bounds], specs)

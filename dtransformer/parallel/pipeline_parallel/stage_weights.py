@@ -275,7 +275,7 @@ class SharedGradients:
         indices = {id(w): i for i, w in enumerate(network.trainable_variables)}
         pipelines = dict.fromkeys(job.topology().pipeline_group(r) for r in range(job.size()))
         self._shared = []  # Tuples of the index and path of a weight, and its group.
-        self.summed = []  # Tuples of path, group size, shape and dtype of the last step's sums.
+        self.summed = []  # Tuples of path, group size, shape and dtype of the sums of a step.
         for stages, layer in shared_layers(network):
             for ranks in pipelines:
                 group = job.agreed_group(sorted(ranks[stage] for stage in stages))
@@ -291,10 +291,11 @@ class SharedGradients:
             gradients: List with the gradient shards of each trained weight, a list of tensors.
         """
         gradients = list(gradients)
-        self.summed = []
+        if not self.summed:
+            for i, path, group in self._shared:
+                for shard in gradients[i]:
+                    self.summed.append((path, group.size, tuple(shard.shape), shard.dtype.name))
         for i, path, group in self._shared:
-            for shard in gradients[i]:
-                self.summed.append((path, group.size, tuple(shard.shape), shard.dtype.name))
             gradients[i] = [
                 transport.all_reduce(shard, "Sum", group, f"copies_{path}_{n}")
                 for n, shard in enumerate(gradients[i])

@@ -130,9 +130,7 @@ class KTO(PairTask):
         def divergence(targets, log_p):
             return (log_p - targets[:, :2])[:, 1]
 
-        functions = (accuracy, margin, divergence)
-        means = [keras.metrics.MeanMetricWrapper(fn, name=fn.__name__) for fn in functions]
-        return {"weighted_metrics": means}
+        return self.mean_metrics(accuracy, margin, divergence)
 
 
 TASK = KTO

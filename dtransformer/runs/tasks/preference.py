@@ -1,6 +1,7 @@
 """Preference: train on pairs of a chosen and a rejected answer (DPO, IPO, SimPO, ORPO)."""
 
 import sys
+from collections.abc import Callable
 
 import keras
 
@@ -50,6 +51,15 @@ class PairTask(ChatRecords):
         """Return the two targets of a record for the loss."""
         return [0.0, 0.0]
 
+    def mean_metrics(self, *functions: Callable) -> dict:
+        """Return the metrics with the means of functions over all rows, under their names.
+
+        Args:
+            *functions: Functions of the targets and scores that return a tensor [b].
+        """
+        means = [keras.metrics.MeanMetricWrapper(fn, name=fn.__name__) for fn in functions]
+        return {"weighted_metrics": means}
+
     def build_row(self, *args) -> tuple:
         return group_row(*args, with_labels=self.with_labels)
 
@@ -79,14 +89,20 @@ class Preference(PairTask):
 
     def metrics(self) -> dict:
         beta = self.config.training.beta
-        functions = {
-            "accuracy": lambda ref, log_p: keras.ops.cast(margins(ref, log_p) > 0, "float32"),
-            "margin": lambda ref, log_p: beta * margins(ref, log_p),
-            "chosen_reward": lambda ref, log_p: beta * (log_p - ref)[:, 0],
-            "rejected_reward": lambda ref, log_p: beta * (log_p - ref)[:, 1],
-        }
-        means = [keras.metrics.MeanMetricWrapper(of, name=name) for name, of in functions.items()]
-        return {"weighted_metrics": means}
+
+        def accuracy(reference, log_p):
+            return keras.ops.cast(margins(reference, log_p) > 0, "float32")
+
+        def margin(reference, log_p):
+            return beta * margins(reference, log_p)
+
+        def chosen_reward(reference, log_p):
+            return beta * (log_p - reference)[:, 0]
+
+        def rejected_reward(reference, log_p):
+            return beta * (log_p - reference)[:, 1]
+
+        return self.mean_metrics(accuracy, margin, chosen_reward, rejected_reward)
 
 
 TASK = Preference

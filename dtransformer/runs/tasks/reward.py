@@ -43,9 +43,7 @@ class Reward(PairTask):
         def accuracy(_, rewards):
             return keras.ops.cast(margin(_, rewards) > 0, "float32")
 
-        functions = (accuracy, margin)
-        means = [keras.metrics.MeanMetricWrapper(fn, name=fn.__name__) for fn in functions]
-        return {"weighted_metrics": means}
+        return self.mean_metrics(accuracy, margin)
 
 
 TASK = Reward

@@ -211,8 +211,7 @@ class ForwardStep:
         """
         with trace.with_gradients(False), training_forward(seed):
             outputs = self.outputs(inputs, training=True)
-        masks = tf.nest.flatten(_compat.get_keras_masks(outputs))
-        if any(mask is not None for mask in masks):
+        if _compat.get_keras_masks(outputs):
             raise ValueError(
                 "The loss compares all rows of a batch, and the network's outputs have a mask, which "
                 "does not work with several micro-batches. Pass sample weights instead of the mask, "

@@ -79,6 +79,7 @@ class _Unit:
         group: `UpdateGroup` of the weight, or `None`.
         key: Hashable. Units of equal keys have equal updates.
         bits: `ElementBits` of the unit's bfloat16 states, or `None`.
+        rounded: List of the states that the update rounds.
     """
 
     index: int

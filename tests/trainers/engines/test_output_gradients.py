@@ -16,9 +16,9 @@ from dtransformer.trainers.engines.accumulation import micro_batch_seed
 from dtransformer.trainers.engines.base import training_forward
 from dtransformer.trainers.objective import Objective
 from dtransformer.trainers.step_compiler import StepCompiler
-from harness.measure import passing_bytes
 from harness.tolerances import PARITY_LOSS
 from tests.on_mesh import on_mesh, start
+from tests.peak_memory import peak_of_a_second_step
 from tests.runs.test_embedding import TEMPERATURE, WEIGHT, WITH_NEGATIVES, inputs
 from tests.shared_runs import on_ranks
 
@@ -170,11 +170,7 @@ def peak_of_a_step(micro_batches):
         def step():
             trainer.train_on_batch(*batch)
 
-        step()
-        num_bytes = passing_bytes(step)
-    if num_bytes is None:
-        pytest.skip("TensorFlow's allocator does not count here")
-    return num_bytes
+        return peak_of_a_second_step(step)
 
 
 @pytest.mark.long
