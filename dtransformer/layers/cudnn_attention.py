@@ -153,8 +153,11 @@ def cudnn_attention(
         return context, gradient
 
     num_sinks = len(sinks)
+    # DTensor cannot transpose and communicate in one operation.
+    q, k, v = (constrain_both(x, _BIAS) for x in (q, k, v))
     q, k, v = (constrain_both(_swap_heads(x), _HEADS) for x in (q, k, v))
-    return _swap_heads(attend(q, k, v, *sinks, *tables))
+    context = constrain_both(attend(q, k, v, *sinks, *tables), _HEADS)
+    return constrain_both(_swap_heads(context), _BIAS)
 
 
 def _widen_index(x):
@@ -206,7 +209,7 @@ def _position_bias(call, options, tables):
     if not options.bias:
         return None
     s, t = call.bias[2:]
-    return options.bias.block(tables, 0, s, 0, t)
+    return constrain_both(options.bias.block(tables, 0, s, 0, t), ("heads", None, None))
 
 
 def _mask_and_bias(call, options, mask, position_bias):
@@ -221,7 +224,8 @@ def _mask_and_bias(call, options, mask, position_bias):
     s, t = call.bias[2:]
     bias = tf.zeros([1, 1, 1, 1], call.dtype)
     if position_bias is not None:
-        bias = tf.cast(position_bias[None], call.dtype)
+        # DTensor cannot index sharded tensors with `None`.
+        bias = tf.cast(tf.expand_dims(position_bias, 0), call.dtype)
     visible = None
     near = options.near(tf.range(s), tf.range(t))
     if mask is not None or (call.causal, call.window) != (options.causal, options.window):
