@@ -124,9 +124,7 @@ def _scores(module, call, q, k, bias):
 
 
 def _inputs(module, call, element):
-    q, k, v = (
-        module.argument(shape, element) for shape in (call.queries, call.keys, call.keys)
-    )
+    q, k, v = (module.argument(shape, element) for shape in (call.queries, call.keys, call.keys))
     n = call.queries[2]
     return q, _repeat(module, k, n), _repeat(module, v, n)
 

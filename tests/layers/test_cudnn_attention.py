@@ -22,7 +22,6 @@ from dtransformer.layers.cudnn_call import CudnnCall
 from dtransformer.layers.dropout import Dropout
 from dtransformer.models import CausalLM
 from dtransformer.parallel.ops import gpu_calls
-from dtransformer.parallel.tracing import trace
 from dtransformer.reports import memory
 from harness.stablehlo import custom_calls
 from tests.layers.reference_compare import dtype_policy
@@ -178,11 +177,6 @@ def test_training_matches_reference_attention(monkeypatch, recompute):
         losses = train_losses("cudnn")
     assert counted
     np.testing.assert_allclose(losses, train_losses("reference"), rtol=1e-5)
-
-
-def test_mesh_uses_blocks_with_a_warning(on_gpu):
-    with trace.on_mesh(), pytest.warns(UserWarning, match="on a mesh"):
-        assert implementation_for("cudnn", X, X) == "blockwise"
 
 
 def test_supports_a_single_query():

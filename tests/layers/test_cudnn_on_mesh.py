@@ -7,20 +7,27 @@ custom calls.
 
 import contextlib
 import os
+import warnings
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.layers import CrossEntropyLoss, attention_core
 from dtransformer.layers.attention_core import attention, implementation_for
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.cudnn_call import CudnnCall
 from dtransformer.layers.position_bias import alibi, relative_bias
+from dtransformer.models import CausalLM, EncoderDecoderLM
 from dtransformer.parallel.mesh.axis_rules import constrain, replicate
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.ops import gpu_calls
+from dtransformer.parallel.tracing import trace
+from dtransformer.trainers import Trainer
 from tests.layers import cudnn_on_cpu
+from tests.layers.reference_compare import dtype_policy
 from tests.on_mesh import on_mesh, start, stop
 
 B, N, M, S, D = 2, 4, 2, 16, 8
@@ -130,6 +137,61 @@ def test_devices_call_cudnn_with_their_rows_and_heads():
 
 
 @on_mesh
+def test_heads_that_the_mesh_cannot_divide_use_blocks():
+    start(data_parallel=1, model_parallel=4)
+    attention_core._warn_once.cache_clear()
+    q, k = (tf.TensorSpec([B, heads, S, D], "bfloat16") for heads in (N, M))
+    with gpu_code([]), trace.on_mesh(), warnings.catch_warnings(record=True) as caught:
+        assert implementation_for("cudnn", q, q) == "cudnn"
+        assert implementation_for("cudnn", q, k) == "blockwise"
+    assert "the mesh cannot divide 2 key and value heads" in str(caught[-1].message)
+
+
+@on_mesh
 def test_gpu_code_on_a_mesh_matches_reference():
     with gpu_code([]):
         check(CASES, "bfloat16", 3e-2, data_parallel=2, model_parallel=2)
+
+
+SIZES = {"hidden_size": 32, "num_heads": 4, "dropout_rate": 0.0, "pad_id": 0}
+
+
+def train_losses(network):
+    """Return the losses of two steps, with padded rows."""
+    trainer = Trainer(network)
+    trainer.compile(keras.optimizers.SGD(0.5), CrossEntropyLoss(ignore_id=0))
+    source, target, labels = np.random.default_rng(2).integers(1, 30, (3, 4, S), "int32")
+    source[:, 12:] = 0
+    is_pair = isinstance(network, EncoderDecoderLM)
+    inputs = {"source": source, "target": target} if is_pair else source
+    return [float(np.ravel(trainer.train_on_batch(inputs, labels))[0]) for _ in range(2)]
+
+
+def language_model(implementation):
+    options = {"num_kv_heads": 2, "num_layers": 1, "positions": "alibi"}
+    return CausalLM(30, **SIZES, **options, implementation=implementation)
+
+
+def translation_model():
+    """Return a network with T5's relative positions. Its attention is chosen automatically."""
+    options = {"encoder_layers": 1, "decoder_layers": 1, "positions": "relative"}
+    return EncoderDecoderLM(30, **SIZES, **options)
+
+
+@on_mesh
+def test_training_on_a_mesh_matches_one_device():
+    expected = train_losses(language_model("reference"))
+    start(data_parallel=2, model_parallel=2, sequence_parallel=True)
+    np.testing.assert_allclose(train_losses(language_model("cudnn")), expected, rtol=1e-5)
+
+
+@on_mesh
+def test_training_by_gpu_code_on_a_mesh_matches_one_device():
+    expected = train_losses(translation_model())
+    start(data_parallel=2, model_parallel=2, sequence_parallel=True, recompute=True)
+    shapes = []
+    with gpu_code(shapes), dtype_policy("mixed_bfloat16"):
+        np.testing.assert_allclose(train_losses(translation_model()), expected, rtol=1e-2)
+    assert {heads for (_, _, heads, _), _, _ in shapes} == {2}
+    # Cross-attention has a mask, but no position bias.
+    assert {bias for _, _, bias in shapes} == {(2, 2, S, S), (2, 1, S, S)}
