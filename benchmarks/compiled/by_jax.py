@@ -4,9 +4,9 @@
     python -m benchmarks.compiled.by_jax network NAME xla|cudnn OUT
     python -m benchmarks.compiled.by_jax calls tests/layers/jax_cudnn_calls.json
 
-The first command compiles a module that TensorFlow exported. The first two write the optimized module as
-text (FILE.txt or OUT) and print its memory in bytes as JSON. benchmarks/gpu_compiled.py runs this file in
-a separate environment. The third command updates JAX's calls of cuDNN attention in a JSON file of cases.
+The first command compiles a module that TensorFlow exported. The first two write the optimized module
+as text (FILE.txt or OUT) and print its memory in bytes as JSON. benchmarks/gpu_compiled.py runs this
+file in a separate environment. The third command updates JAX's calls of cuDNN attention in a JSON file.
 """
 
 import json

@@ -252,7 +252,8 @@ def _forward(call, q, k, v, *bias):
     """Return the context `[b, s, n, d]` and the log-sum-exp of the scores `[b, n, s]`."""
     if gpu_calls.is_on_gpu():
         operands = [*((x, _HEADS) for x in (q, k, v)), *((x, _BIAS) for x in bias)]
-        results = [(call.queries, q.dtype, _HEADS), (call.log_sums, tf.float32, _SUMS)]
+        like_sums = tf.cast(tf.transpose(q[..., 0], [0, 2, 1]), "float32")
+        results = [(q, _HEADS), (like_sums, _SUMS)]
         return call_on_shards(_local(call).forward(), operands, results, call.name())
     softmax = OnlineSoftmax()
     v = _swap_heads(v)
@@ -270,12 +271,10 @@ def _backward(call, q, k, v, log_sums, dy, *extra):
     """
     *bias, context = extra
     if gpu_calls.is_on_gpu():
-        operands = [*((x, _HEADS) for x in (q, k, v)), (log_sums, _SUMS), (dy, _HEADS)]
-        operands += [*((x, _BIAS) for x in bias), (context, _HEADS)]
-        shapes = call.queries, call.keys, call.keys
-        results = [(shape, q.dtype, _HEADS) for shape in shapes]
-        if call.bias_gradient:
-            results.append((call.bias, q.dtype, _BIAS))
+        inputs = [(x, _HEADS) for x in (q, k, v)]
+        biases = [(x, _BIAS) for x in bias]
+        operands = [*inputs, (log_sums, _SUMS), (dy, _HEADS), *biases, (context, _HEADS)]
+        results = [*inputs, *biases] if call.bias_gradient else inputs
         return call_on_shards(_local(call).backward(), operands, results, call.name(True))
     q, k, v, dy, context = (_swap_heads(x) for x in (q, k, v, dy, context))
     wide_dy, wide_context = (tf.cast(x, log_sums.dtype) for x in (dy, context))

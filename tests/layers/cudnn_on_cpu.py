@@ -1,8 +1,33 @@
 """Replace calls of cuDNN attention by StableHLO operations that XLA compiles for CPUs."""
 
+import contextlib
 import math
+import os
+from unittest import mock
 
 from dtransformer.layers.cudnn_call import CudnnCall
+from dtransformer.parallel.ops import gpu_calls
+
+
+@contextlib.contextmanager
+def gpu_code(shapes):
+    """Take the GPU's code path, and append the shapes of each local call to a list."""
+
+    def compute(module):
+        def text(call):
+            shapes.append((call.queries, call.keys, call.bias))
+            return module(call)
+
+        return text
+
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context
+        patch(mock.patch.dict(os.environ, {"DTRANSFORMER_GPU_BRANCH": "1"}))
+        patch(mock.patch.object(gpu_calls, "is_on_gpu", lambda: True))
+        patch(mock.patch.object(gpu_calls, "_capability", lambda: (9, 0)))
+        for name, module in {"forward": forward, "backward": backward}.items():
+            patch(mock.patch.object(CudnnCall, name, compute(module)))
+        yield
 
 
 class _Module:

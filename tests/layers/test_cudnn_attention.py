@@ -128,7 +128,7 @@ def test_calls_equal_those_of_jax(name):
         assert custom_calls(call.backward()) == [expected]
 
 
-def compile_to_hlo(mask):
+def compile_to_hlo(mask, table=None):
     """Return the HLO of an attention layer and its gradient for a GPU."""
     with dtype_policy("mixed_bfloat16"):
         layer = MultiHeadAttention(
@@ -145,10 +145,11 @@ def compile_to_hlo(mask):
     layer.build(x.shape)
 
     def step(x):
+        watched = [x] if table is None else [x, table]
         with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tf.reduce_sum(layer(x, x, x, mask, training=True))
-        return tape.gradient(y, [x, *(v.value for v in layer.trainable_variables)])
+            tape.watch(watched)
+            y = tf.reduce_sum(layer(x, x, x, mask, table, training=True))
+        return tape.gradient(y, [*watched, *(v.value for v in layer.trainable_variables)])
 
     function = tf.function(step, jit_compile=True, autograph=False)
     return function.experimental_get_compiler_ir(x)(stage="hlo")
@@ -164,6 +165,14 @@ def test_gpu_program_contains_no_scores(on_gpu, has_mask):
     for heads in ("4,48,48", "2,96,48"):
         assert f"[2,{heads}]" not in hlo
     assert ("bf16[2,1,48,48]" in hlo) == has_mask
+
+
+def test_gpu_program_computes_the_bias_gradient(on_gpu):
+    hlo = compile_to_hlo(None, tf.ones([8, 4]))
+    (call,) = (line for line in hlo.splitlines() if 'fmhaScaleBiasSoftmaxBackward"' in line)
+    results, operands = call.split(" custom-call(")
+    for part in (results, operands):
+        assert "bf16[1,4,48,48]" in part
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

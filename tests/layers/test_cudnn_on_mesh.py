@@ -5,28 +5,25 @@ results on CPUs (`cudnn_on_cpu`). The second way compiles and runs all of the GP
 custom calls.
 """
 
-import contextlib
-import os
+import functools
 import warnings
-from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss, attention_core
 from dtransformer.layers.attention_core import attention, implementation_for
 from dtransformer.layers.attention_mask import Segments
-from dtransformer.layers.cudnn_call import CudnnCall
 from dtransformer.layers.position_bias import alibi, relative_bias
 from dtransformer.models import CausalLM, EncoderDecoderLM
 from dtransformer.parallel.mesh.axis_rules import constrain, replicate
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.ops import gpu_calls
 from dtransformer.parallel.tracing import trace
 from dtransformer.trainers import Trainer
-from tests.layers import cudnn_on_cpu
+from tests.layers.cudnn_on_cpu import gpu_code
 from tests.layers.reference_compare import dtype_policy
 from tests.on_mesh import on_mesh, start, stop
 
@@ -96,44 +93,9 @@ def check(cases, dtype, tolerance, **fields):
     stop()
 
 
-@contextlib.contextmanager
-def gpu_code(shapes):
-    """Take the GPU's code path, and append the shapes of each local call to a list."""
-
-    def compute(module):
-        def text(call):
-            shapes.append((call.queries, call.keys, call.bias))
-            return module(call)
-
-        return text
-
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context
-        patch(mock.patch.dict(os.environ, {"DTRANSFORMER_GPU_BRANCH": "1"}))
-        patch(mock.patch.object(gpu_calls, "is_on_gpu", lambda: True))
-        patch(mock.patch.object(gpu_calls, "_capability", lambda: (9, 0)))
-        for name in ("forward", "backward"):
-            patch(mock.patch.object(CudnnCall, name, compute(getattr(cudnn_on_cpu, name))))
-        yield
-
-
 @on_mesh
 def test_cudnn_on_a_mesh_matches_reference():
     check(CASES, "float32", 1e-5, data_parallel=2, model_parallel=2)
-
-
-@on_mesh
-def test_devices_call_cudnn_with_their_rows_and_heads():
-    shapes = []
-    with gpu_code(shapes):
-        check(["causal window"], "bfloat16", 2e-2, data_parallel=2, model_parallel=2)
-        assert set(shapes) == {((1, S, 2, D), (1, S, 1, D), None)}
-        shapes.clear()
-        check(["relative", "relative keys"], "bfloat16", 2e-2, data_parallel=2, model_parallel=2)
-        assert set(shapes) == {((1, S, 2, D), (1, S, 1, D), (1, 2, S, S))}
-        shapes.clear()
-        check(["segments"], "bfloat16", 2e-2, data_parallel=1, model_parallel=2)
-        assert set(shapes) == {((2, S, 2, D), (2, S, 1, D), (2, 1, S, S))}
 
 
 @on_mesh
@@ -149,8 +111,27 @@ def test_heads_that_the_mesh_cannot_divide_use_blocks():
 
 @on_mesh
 def test_gpu_code_on_a_mesh_matches_reference():
+    queries, keys, position_bias = (1, S, 2, D), (1, S, 1, D), (1, 2, S, S)
+    biases = {"causal window": None, "relative": position_bias, "relative keys": position_bias}
+    shapes = []
+    with gpu_code(shapes):
+        for case, bias in biases.items():
+            check([case], "bfloat16", 3e-2, data_parallel=2, model_parallel=2)
+            assert set(shapes) == {(queries, keys, bias)}
+            shapes.clear()
+        check(["sinks"], "bfloat16", 3e-2, data_parallel=1, model_parallel=2)
+        assert set(shapes) == {((2, S, 2, D), (2, S, 1, D), (2, 1, S, S))}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gpu_code_on_one_device_matches_reference(case):
+    tensors = list(map(tf.constant, inputs()))
+    expected = results("reference", case, "float32", *tensors)
     with gpu_code([]):
-        check(CASES, "bfloat16", 3e-2, data_parallel=2, model_parallel=2)
+        compute = tf.function(functools.partial(results, "cudnn", case, "bfloat16"))
+        for actual, reference in zip(compute(*tensors), expected, strict=True):
+            atol = 3e-2 * max(np.abs(reference).max(), 1)
+            np.testing.assert_allclose(actual, reference, rtol=0, atol=atol)
 
 
 SIZES = {"hidden_size": 32, "num_heads": 4, "dropout_rate": 0.0, "pad_id": 0}
@@ -159,7 +140,8 @@ SIZES = {"hidden_size": 32, "num_heads": 4, "dropout_rate": 0.0, "pad_id": 0}
 def train_losses(network):
     """Return the losses of two steps, with padded rows."""
     trainer = Trainer(network)
-    trainer.compile(keras.optimizers.SGD(0.5), CrossEntropyLoss(ignore_id=0))
+    # TensorFlow cannot form other clusters for several CPUs of a process.
+    trainer.compile(keras.optimizers.SGD(0.5), CrossEntropyLoss(ignore_id=0), jit_compile=False)
     source, target, labels = np.random.default_rng(2).integers(1, 30, (3, 4, S), "int32")
     source[:, 12:] = 0
     is_pair = isinstance(network, EncoderDecoderLM)

@@ -13,6 +13,7 @@ from dtransformer import _compat
 from dtransformer.parallel.mesh.axis_rules import (
     activation_specs,
     axis_size,
+    constrain,
     make_layout,
     relayout,
 )
@@ -44,26 +45,27 @@ def call_on_shards(
         module: Text of the module, with local shapes. See `call_stablehlo`.
         operands: List of `(tensor, axes)` tuples. `axes` has the logical axis of each dimension, or
             `None`, see `constrain`.
-        results: List of `(shape, dtype, axes)` tuples with the results' global shapes.
+        results: List of `(like, axes)` tuples. The result has the type and the global shape of the
+            tensor `like`.
         target: Name of the custom call in the module.
     """
-    tensors = [x for x, _ in operands]
     if not trace.is_on_mesh():
-        types = [(shape, dtype) for shape, dtype, _ in results]
-        return _compat.call_stablehlo(module, tensors, types, target)
+        types = [(x.shape, x.dtype) for x, _ in results]
+        return _compat.call_stablehlo(module, [x for x, _ in operands], types, target)
     with gpu_calls.compiled_cluster():
-        shards = [_parted(x, activation_specs(axes, x.shape)) for x, axes in operands]
-        types = [([None] * len(shape), dtype) for shape, dtype, _ in results]
+        shards = [_parted(x, axes) for x, axes in operands]
+        types = [([None] * x.shape.rank, x.dtype) for x, _ in results]
         outputs = _compat.call_stablehlo(module, shards, types, target)
         tensors = []
-        for y, (shape, dtype, axes) in zip(outputs, results, strict=True):
-            specs = activation_specs(axes, shape)
-            # The sum with zeros gives the result its global shape and its layout.
-            zeros = _parted(tf.zeros(shape, dtype), specs)
-            tensors.append(relayout(tf.add_n([y, zeros]), specs))
+        for y, (like, axes) in zip(outputs, results, strict=True):
+            # The sum with zeros gives the result its global shape and its layout. XLA removes it.
+            # `tf.zeros_like` would store a constant.
+            zeros = tf.raw_ops.ZerosLike(x=_parted(like, axes))
+            tensors.append(constrain(tf.add_n([y, zeros]), axes))
     return tensors
 
 
-def _parted(x, specs):
+def _parted(x, axes):
     """Return x with a layout that makes operations compute with local shards."""
+    specs = activation_specs(axes, x.shape)
     return dtensor.relayout(relayout(x, specs), make_layout(specs).to_parted())
