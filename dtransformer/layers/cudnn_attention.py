@@ -135,7 +135,8 @@ def cudnn_attention(
     def attend(q, k, v, *rest):
         # A tape must not ask for gradients of the compiled functions; they have none.
         q, k, v, *rest = (tf.stop_gradient(x) for x in (q, k, v, *rest))
-        sinks, tables = rest[:num_sinks], rest[num_sinks:]
+        sinks = rest[:num_sinks]
+        tables = rest[num_sinks:]
         context, log_sums = forward(q, k, v, mask, tables)
         if sinks:
             context, log_sums = _add_sinks(*sinks, context, log_sums)
