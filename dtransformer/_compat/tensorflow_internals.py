@@ -236,8 +236,8 @@ def call_stablehlo(module: str, operands: list, results: list, target: str) -> l
     """
     shapes, types = zip(*results)
     if any(None in shape for shape in shapes):
-        # Shapes of modules with an argument of unknown size are inferred from the operands, and
-        # global shapes do not fit.
+        # With an argument of unknown size, TensorFlow infers the results' shapes from the operands.
+        # This fails for global shapes, so the results' shapes stay unknown.
         module = module.replace("{", "attributes {jax.uses_shape_polymorphism = true} {", 1)
         module = module.replace("tensor<i32>,", "tensor<i32>, %unused: tensor<?xi32>,", 1)
         operands = [tf.zeros([1], "int32"), *operands]

@@ -39,10 +39,10 @@ _MAX_BIAS_BYTES = 2**30  # bytes
 _OPEN_SHAPES = (
     "shapes are unknown (use batches of a fixed size, for example with `drop_remainder=True`)"
 )
-# Logical axes of operands and results.
-_HEADS = "batch", None, "heads", None
+# Logical axes of operands and results: [b, s, n, d], [b, n, s, t] and [b, n, s].
+_POSITIONS_FIRST = "batch", None, "heads", None
+_HEADS_FIRST = "batch", "heads", None, None
 _SUMS = "batch", "heads", None
-_BIAS = "batch", "heads", None, None
 
 
 def cudnn_obstacle(
@@ -142,7 +142,7 @@ def cudnn_attention(
             context, log_sums = _add_sinks(*sinks, context, log_sums)
 
         def gradient(dy):
-            dy = constrain(dy, _HEADS)
+            dy = constrain(dy, _POSITIONS_FIRST)
             dq, dk, dv, *dtables = backward(q, k, v, log_sums, context, dy, mask, tables)
             dsinks = []
             if sinks:
@@ -155,10 +155,10 @@ def cudnn_attention(
 
     num_sinks = len(sinks)
     # DTensor cannot transpose and communicate in one operation.
-    q, k, v = (constrain_both(x, _BIAS) for x in (q, k, v))
-    q, k, v = (constrain_both(_swap_heads(x), _HEADS) for x in (q, k, v))
-    context = constrain_both(attend(q, k, v, *sinks, *tables), _HEADS)
-    return constrain_both(_swap_heads(context), _BIAS)
+    q, k, v = (constrain_both(x, _HEADS_FIRST) for x in (q, k, v))
+    q, k, v = (constrain_both(_swap_heads(x), _POSITIONS_FIRST) for x in (q, k, v))
+    context = constrain_both(attend(q, k, v, *sinks, *tables), _POSITIONS_FIRST)
+    return constrain_both(_swap_heads(context), _HEADS_FIRST)
 
 
 def _widen_index(x):
@@ -188,7 +188,9 @@ def _call(queries, keys, dtype, options):
     bias = None
     if mask is not None or has_bias or (causal, window) != (options.causal, options.window):
         mask_rank = 0 if mask is None or isinstance(mask, Segments) else mask.shape.rank
-        heads = n if has_bias else mask.shape[1] if mask_rank == 4 else 1
+        heads = n if has_bias else 1
+        if mask_rank == 4:
+            heads = max(heads, mask.shape[1])
         rows = 1 if mask is None else b
         if mask is None and gpu_calls.is_on_gpu():
             # Each device of a mesh sums the bias gradient over its rows.
@@ -200,8 +202,8 @@ def _call(queries, keys, dtype, options):
 
 def _local(call):
     """Return the call of one device of a mesh, which has a shard of the batch and the heads."""
-    bias = None if call.bias is None else local_shape(call.bias, _BIAS)
-    queries, keys = (local_shape(shape, _HEADS) for shape in (call.queries, call.keys))
+    bias = None if call.bias is None else local_shape(call.bias, _HEADS_FIRST)
+    queries, keys = (local_shape(shape, _POSITIONS_FIRST) for shape in (call.queries, call.keys))
     return dataclasses.replace(call, queries=queries, keys=keys, bias=bias)
 
 
@@ -236,7 +238,7 @@ def _mask_and_bias(call, options, mask, position_bias):
     any_visible = None
     if mask is not None:
         any_visible = _swap_heads(tf.reduce_any(visible, axis=-1, keepdims=True))
-    return [constrain(tf.broadcast_to(bias, call.bias), _BIAS)], any_visible
+    return [constrain(tf.broadcast_to(bias, call.bias), _HEADS_FIRST)], any_visible
 
 
 def _zero_hidden(any_visible, x):
@@ -252,9 +254,9 @@ def _swap_heads(x):
 def _forward(call, q, k, v, *bias):
     """Return the context `[b, s, n, d]` and the log-sum-exp of the scores `[b, n, s]`."""
     if gpu_calls.is_on_gpu():
-        operands = [*((x, _HEADS) for x in (q, k, v)), *((x, _BIAS) for x in bias)]
+        operands = [*((x, _POSITIONS_FIRST) for x in (q, k, v)), *((x, _HEADS_FIRST) for x in bias)]
         like_sums = tf.cast(tf.transpose(q[..., 0], [0, 2, 1]), "float32")
-        results = [(q, _HEADS), (like_sums, _SUMS)]
+        results = [(q, _POSITIONS_FIRST), (like_sums, _SUMS)]
         return call_on_shards(_local(call).forward(), operands, results, call.name())
     softmax = OnlineSoftmax()
     v = _swap_heads(v)
@@ -272,9 +274,15 @@ def _backward(call, q, k, v, log_sums, dy, *extra):
     """
     *bias, context = extra
     if gpu_calls.is_on_gpu():
-        inputs = [(x, _HEADS) for x in (q, k, v)]
-        biases = [(x, _BIAS) for x in bias]
-        operands = [*inputs, (log_sums, _SUMS), (dy, _HEADS), *biases, (context, _HEADS)]
+        inputs = [(x, _POSITIONS_FIRST) for x in (q, k, v)]
+        biases = [(x, _HEADS_FIRST) for x in bias]
+        operands = [
+            *inputs,
+            (log_sums, _SUMS),
+            (dy, _POSITIONS_FIRST),
+            *biases,
+            (context, _POSITIONS_FIRST),
+        ]
         results = [*inputs, *biases] if call.bias_gradient else inputs
         return call_on_shards(_local(call).backward(), operands, results, call.name(True))
     q, k, v, dy, context = (_swap_heads(x) for x in (q, k, v, dy, context))

@@ -1,7 +1,7 @@
 """Calls of StableHLO modules. On a mesh each device calls the module with its local shards.
 
-DTensor computes nothing for tensors in a "parted" layout: operations receive and return local
-shards, so neither a layout nor a collective is derived for the call.
+DTensor does not change operations on tensors with a "parted" layout. They receive and return local
+shards, without communication.
 """
 
 from collections.abc import Sequence
