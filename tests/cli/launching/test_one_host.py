@@ -77,7 +77,9 @@ def test_failure_ends_the_other_ranks_and_is_not_repeated_by_default():
 
 
 def test_frozen_rank_is_killed_soon_after_another_rank_reports_it():
-    report = "dtransformer: the job ends: rank 1 on host localhost: no heartbeat for 15 s; rank 0 waits"
+    report = (
+        "dtransformer: the job ends: rank 1 on host localhost: no heartbeat for 15 s; rank 0 waits"
+    )
     script = f"test $HOROVOD_RANK = 1 && kill -STOP $$; echo '{report}' >&2; sleep 1; exit 1"
     start = time.monotonic()
     code, _, errors = run(script)
