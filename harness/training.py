@@ -24,9 +24,9 @@ from harness.networks import (
     make,
     make_loss,
 )
+from harness.runs import USED
 
 STEPS, SHORT_STEPS = 20, 5
-USED = ".used"  # Suffix of a network's name that also uses it after training.
 _DRAWN = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
 # Options of `generate`.
 SEARCHES = {
@@ -35,7 +35,16 @@ SEARCHES = {
     "drawn": {"num_return_sequences": 2, **_DRAWN},
     "ruled": {"temperature": 1.5, "seed": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
 }
-SHORT_SEARCHES = ("beam", "ruled")
+
+
+def short_searches(layout):
+    """Return the searches that the quick suite runs under a layout.
+
+    Beams reorder caches, which pipeline stages hold. Other layouts shard the drawn logits.
+    """
+    if layout == ALONE:
+        return ("beam", "ruled")
+    return ("beam",) if layout.stages > 1 else ("ruled",)
 
 
 class Record(keras.callbacks.Callback):
@@ -63,7 +72,8 @@ def _train_and_use(name, folder, layout, steps=STEPS, epsilon=EPSILON, is_short=
     trainer, results = train(network, steps, epsilon, layout.num_blocks)
     if name == network:
         return results
-    return results | use(trainer, network, folder, layout, SHORT_SEARCHES if is_short else SEARCHES)
+    searches = short_searches(layout) if is_short else SEARCHES
+    return results | use(trainer, network, folder, layout, searches)
 
 
 def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):

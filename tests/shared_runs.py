@@ -21,7 +21,7 @@ import pytest
 
 from harness.launch import HOROVODRUN, REPOSITORY, kill_launched
 from harness.layouts import ALONE
-from harness.runs import Run, launch_runs
+from harness.runs import USED, Run, launch_runs
 
 # Tasks that read the checkpoints of all layouts. They run in a second launch, after all saves.
 LATER = (
@@ -78,9 +78,16 @@ def on_ranks(layout):
 
 
 def requested_runs(items):
-    """Return the names of all runs that tests read, without duplicates."""
+    """Return the names of all runs that tests read, and of the runs that these need."""
     marks = [mark for item in items for mark in item.iter_markers("runs")]
-    return list(dict.fromkeys(name for mark in marks for name in mark.args))
+    names = [name for mark in marks for name in mark.args]
+    needed = [one_device_run(name) for name in names if USED in name]
+    return list(dict.fromkeys(names + needed))
+
+
+def one_device_run(name):
+    """Return the run of the same task on one device. Runs of `NETWORK.used` load its weights."""
+    return Run(Run.from_name(name).task, ALONE).name
 
 
 class SharedRuns:
