@@ -123,28 +123,29 @@ class SharedRuns:
         return run.read(self.folder)
 
     def launch_all(self):
-        """Launch all runs: one device first, then two launches at a time, then the later tasks.
+        """Launch all runs: one device first, then meshes beside several ranks, then the later tasks.
 
         Other processes wait for each launch, because this process locks all of them first.
         """
         starts = {_start(run.layout, run.task): run.layout.ranks for run in self._runs}
         if not HOROVODRUN.exists():
             starts = {start: num_ranks for start, num_ranks in starts.items() if num_ranks == 1}
+        later = [start for start in starts if start.endswith(_LATER)]
+        others = sorted(starts.keys() - {_start(ALONE), *later})
         with contextlib.ExitStack() as stack:
             locks = {start: stack.enter_context(self._lock(start)) for start in sorted(starts)}
 
-            def launch(start):
-                try:
+            def launch_in_turn(starts):
+                for start in starts:
                     self._launch_unfinished(start)
-                finally:
                     locks[start].close()  # This also unlocks the file.
 
-            first = [start for start in starts if start == _start(ALONE)]
-            later = sorted(start for start in starts if start.endswith(_LATER))
-            others = sorted(starts.keys() - {*first, *later})
-            for group in (first, others, later):
-                with concurrent.futures.ThreadPoolExecutor(2) as pool:
-                    list(pool.map(launch, group))
+            launch_in_turn(start for start in starts if start == _start(ALONE))
+            meshes = [start for start in others if starts[start] == 1]
+            several_ranks = [start for start in others if starts[start] > 1]
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                list(pool.map(launch_in_turn, (meshes, several_ranks)))
+            launch_in_turn(later)
 
     def _launch(self, start):
         """Launch all unfinished runs of a start. Wait if another process launches them."""
@@ -205,13 +206,14 @@ def launch_in_background(folder, names, options, owner):
 
 def _end_with(owner):
     """Wait until a process has ended. Then kill all ranks and end this process."""
-    while _is_alive(owner):
+    while is_process_alive(owner):
         time.sleep(1)
     kill_launched()
     os._exit(1)
 
 
-def _is_alive(process_id):
+def is_process_alive(process_id):
+    """Return whether a process exists, by its id."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
