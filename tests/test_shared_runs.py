@@ -1,4 +1,4 @@
-"""Multi-rank runs are launched once, in an order in which each run finds the files that it reads."""
+"""Multi-rank runs are launched once. Each run finds the files of earlier runs."""
 
 import pathlib
 import subprocess

@@ -295,7 +295,7 @@ def test_losses_at_masked_positions_match_on_every_kind_of_mesh():
     """Positions count from the start of the sequence, also if it is sharded."""
     expected, _ = train(*sentence_pairs(8))
     layouts = {
-        "sequence": {"sequence_parallel": True, "vocab_emb_dp": False},
+        "sequence": {"data_parallel": 2, "sequence_parallel": True, "vocab_emb_dp": False},
         "context": {"context_parallel": 2, "model_parallel": 1},
     }
     for name, fields in layouts.items():
