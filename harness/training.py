@@ -35,16 +35,7 @@ SEARCHES = {
     "drawn": {"num_return_sequences": 2, **_DRAWN},
     "ruled": {"temperature": 1.5, "seed": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
 }
-
-
-def short_searches(layout):
-    """Return the searches that the quick suite runs under a layout.
-
-    Beams reorder caches, which pipeline stages hold. Other layouts shard the drawn logits.
-    """
-    if layout == ALONE:
-        return ("beam", "ruled")
-    return ("beam",) if layout.stages > 1 else ("ruled",)
+SHORT_SEARCHES = ("beam", "ruled")
 
 
 class Record(keras.callbacks.Callback):
@@ -72,8 +63,7 @@ def _train_and_use(name, folder, layout, steps=STEPS, epsilon=EPSILON, is_short=
     trainer, results = train(network, steps, epsilon, layout.num_blocks)
     if name == network:
         return results
-    searches = short_searches(layout) if is_short else SEARCHES
-    return results | use(trainer, network, folder, layout, searches)
+    return results | use(trainer, network, folder, layout, SHORT_SEARCHES if is_short else SEARCHES)
 
 
 def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):

@@ -8,7 +8,7 @@ from harness.compare import assert_same, differences, weights
 from harness.networks import get_kind, make
 from harness.runs import USED, Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
-from harness.training import SEARCHES, SHORT_STEPS, short_searches, weights_file
+from harness.training import SEARCHES, SHORT_SEARCHES, SHORT_STEPS, weights_file
 from tests.distributed.parity_runs import LONG, QUICK, RUNS
 from tests.shared_runs import parametrize_runs
 
@@ -39,9 +39,15 @@ def merge_rank_weights(ranks, kind):
 
 each_run = parametrize_runs(RUNS, LONG, lambda run: [one_process_run(run)])
 each_used = parametrize_runs(USED_RUNS, LONG, lambda run: [one_process_run(run)])
-GENERATING_RUNS = [
-    run for run in USED_RUNS if get_kind(network_name(run)) not in ("bert", "masked", "long_masked")
-]
+each_generating = parametrize_runs(
+    [
+        run
+        for run in USED_RUNS
+        if get_kind(network_name(run)) not in ("bert", "masked", "long_masked")
+    ],
+    LONG,
+    lambda run: [one_process_run(run)],
+)
 
 
 @each_run
@@ -86,21 +92,11 @@ def test_evaluation_and_prediction_match_one_process(run, rank_results):
         np.testing.assert_allclose(rank["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
 
 
-def is_quick_search(run, search):
-    return run in QUICK and search in short_searches(Run.from_name(run).layout)
-
-
+@each_generating
 @pytest.mark.parametrize(
-    "run, search",
+    "search",
     [
-        pytest.param(
-            *(run, search),
-            marks=[
-                pytest.mark.runs(run, one_process_run(run)),
-                *[pytest.mark.long] * (not is_quick_search(run, search)),
-            ],
-        )
-        for run in GENERATING_RUNS
+        pytest.param(search, marks=[pytest.mark.long] * (search not in SHORT_SEARCHES))
         for search in SEARCHES
     ],
 )
