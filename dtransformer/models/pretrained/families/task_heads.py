@@ -14,7 +14,7 @@ from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.keys import Key, choice
-from dtransformer.models.pretrained.families.weights import stored_tensors
+from dtransformer.models.pretrained.families.weights import read_table, stored_tensors
 from dtransformer.models.pretrained.folder import read_pooling_head
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
@@ -75,7 +75,7 @@ class TaskHead:
         shapes = weight_shapes.layer_shapes(head, (None, None, 1))
         weights = {f"head/{path}": shape for path, shape in shapes.items()}
         names = {hf_name: f"head/{path}" for hf_name, path in self.dense.items()}
-        return stored_tensors(names, weights)
+        return stored_tensors(read_table(names), weights)
 
 
 def _heads(sequence, tokens="classifier", **options):
@@ -110,7 +110,7 @@ _MODERNBERT = {
     "dropouts": ("classifier_dropout",),
     "default_dropout": 0.0,
 }
-_POOLING = choice("classifier_pooling", "pooling", "cls", {"cls": "first", "mean": "mean"})
+_POOLING = choice("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
 _HEADS_BY_KIND = {
     # `transformers` has no token classification for these families.
     **{
