@@ -109,10 +109,12 @@ def _make(kinds, default, rule=None, **options):
     return (kinds[rule] if rule else default)(**options)
 
 
-def _read_families():
-    table = read_table(pathlib.Path(__file__).with_name("families.yaml"))
-    return {name: read_family(fields) for name, fields in table["families"].items()}
-
-
-FAMILIES: dict[str, Family] = _read_families()
+_TABLE = read_table(pathlib.Path(__file__).with_name("families.yaml"))
+SHARED: dict[str, dict] = _TABLE["shared"]
+"""Tables of config keys and of weight names that several families use."""
+HEADS: dict[str, dict] = _TABLE["heads"]
+"""Task heads by `model_type`; see `task_heads.py`."""
+FAMILIES: dict[str, Family] = {
+    name: read_family(fields) for name, fields in _TABLE["families"].items()
+}
 """Families by `model_type` in a config."""
