@@ -43,7 +43,7 @@ def read_input_lines(fix: str) -> list[str]:
     """Return the lines of standard input.
 
     Args:
-        fix: Sentence for the error message that says how to use the command.
+        fix: Sentence with the fix, the end of the error message.
 
     Raises:
         InputError: If standard input is closed or too large, or `decode_lines` fails.

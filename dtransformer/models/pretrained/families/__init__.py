@@ -1,8 +1,8 @@
 """Model families of `transformers`, read from `families.yaml`.
 
-`keys.py` and `rows.py` map config keys to network arguments, `blocks.py`, `block_rules.py` and
-`experts.py` those of blocks, and `weights.py` maps names of tensors to weights. docs/new-family.md
-explains how to add a family.
+`keys.py` and `rows.py` map config keys to network arguments. `blocks.py`, `block_rules.py` and
+`experts.py` map config keys that depend on the block. `weights.py` maps names of tensors to weights.
+docs/new-family.md explains how to add a family.
 """
 
 import pathlib
@@ -30,9 +30,11 @@ from dtransformer.models.pretrained.families.weights import read_table as read_w
 from dtransformer.tables import read_table
 
 _NETWORKS = {network.__name__: network for network in (CausalLM, EncoderDecoderLM, MaskedLM)}
-_FAMILIES = {"bart": BartFamily, "t5": T5Family}
-_ROTARY = {"alpha": block_rules.AlphaRotary}
+# Classes by `kind` or `rule` of an entry.
+_FAMILIES = {None: Family, "bart": BartFamily, "t5": T5Family}
+_ROTARY = {None: Rotary, "alpha": block_rules.AlphaRotary}
 _WINDOWS = {
+    None: Windows,
     "cohere": block_rules.CohereWindows,
     "exaone": block_rules.ExaoneWindows,
     "gemma": block_rules.GemmaWindows,
@@ -40,13 +42,14 @@ _WINDOWS = {
     "qwen": block_rules.QwenWindows,
     "smollm": block_rules.SmolWindows,
 }
-_EXPERTS = {"group_limited": experts.GroupLimitedExperts}
+_EXPERTS = {None: experts.Experts, "group_limited": experts.GroupLimitedExperts}
+_DENSE_BLOCKS = {"qwen": experts.QwenDenseBlocks}
 
 
 def read_family(fields: Mapping) -> Family:
     """Return the family of an entry of `families.yaml`."""
     fields = dict(fields)
-    kind = _FAMILIES.get(fields.pop("kind", None), Family)
+    kind = _FAMILIES[fields.pop("kind", None)]
     network = _NETWORKS[fields.pop("network", "CausalLM")]
     in_stacks = network is EncoderDecoderLM
     keys = [_read_row(name, x) for name, x in fields.pop("keys").items() if x is not None]
@@ -70,45 +73,50 @@ def read_family(fields: Mapping) -> Family:
 
 def _read_row(name, options) -> Row:
     """Return a row for several arguments by its name, or the row of an argument."""
-    rows_by_name = {
-        "blocks": _read_blocks,
-        "experts": _read_experts,
-        "falcon_heads": rows.FalconHeads,
-        "feed_forward": rows.FeedForward,
-        "latents": rows.Latents,
-        "next_sentence": rows.NextSentence,
-        "positions_after_padding": rows.PositionsAfterPadding,
-    }
-    if name in rows_by_name:
-        return rows_by_name[name](**options)
+    if name in _ROWS:
+        return _ROWS[name](**options)
     return read_row(name, options)
 
 
 def _read_blocks(rotary=None, windows=None, dense_blocks=None):
-    if dense_blocks is not None:
-        is_first = isinstance(dense_blocks, int)
-        dense_blocks = (
-            experts.FirstDenseBlocks(dense_blocks) if is_first else experts.QwenDenseBlocks()
-        )
+    """Return the row of rotary positions, windows and blocks without experts.
+
+    Args:
+        rotary: Dict of the fields of `Rotary`, or of the dicts `full` and `sliding`.
+        windows: Dict of the fields of `Windows`. `None` supports full attention only.
+        dense_blocks: Integer, the default number of first blocks without experts, or `"qwen"`.
+    """
+    if isinstance(dense_blocks, int):
+        dense_blocks = experts.FirstDenseBlocks(dense_blocks)
+    elif dense_blocks is not None:
+        dense_blocks = _DENSE_BLOCKS[dense_blocks]()
     if rotary is not None and "full" in rotary:
         parts = {kind: Rotary(**options) for kind, options in rotary.items()}
         rotary = RotaryByKind(**parts)
     else:
-        rotary = _make(_ROTARY, Rotary, **rotary or {})
-    windows = FullAttention() if windows is None else _make(_WINDOWS, Windows, **windows)
+        rotary = _make(_ROTARY, **rotary or {})
+    windows = FullAttention() if windows is None else _make(_WINDOWS, **windows)
     return Blocks(rotary, windows, dense_blocks)
 
 
 def _read_experts(keys, rule=None, **options):
-    kind = _EXPERTS.get(rule, experts.Experts)
-    return kind(tuple(read_row(name, x) for name, x in keys.items()), **options)
+    return _EXPERTS[rule](tuple(read_row(name, x) for name, x in keys.items()), **options)
 
 
-def _make(kinds, default, rule=None, **options):
-    """Return an object of the class in `kinds` that `rule` selects."""
-    return (kinds[rule] if rule else default)(**options)
+def _make(classes, rule=None, **options):
+    return classes[rule](**options)
 
 
+# Rows for several arguments, by their names in `keys`.
+_ROWS = {
+    "blocks": _read_blocks,
+    "experts": _read_experts,
+    "falcon_heads": rows.FalconHeads,
+    "feed_forward": rows.FeedForward,
+    "latents": rows.Latents,
+    "next_sentence": rows.NextSentence,
+    "positions_after_padding": rows.PositionsAfterPadding,
+}
 _TABLE = read_table(pathlib.Path(__file__).with_name("families.yaml"))
 SHARED: dict[str, dict] = _TABLE["shared"]
 """Tables of config keys and of weight names that several families use."""
