@@ -18,7 +18,8 @@ from dtransformer.trainers.checkpoint.training_state import variable_names
 from dtransformer.trainers.data import element_specs
 from dtransformer.trainers.distilled import DistilledModel
 from dtransformer.trainers.engines import make_engine
-from dtransformer.trainers.engines.base import ForwardStep
+from dtransformer.trainers.engines.output_gradients import training_objective
+from dtransformer.trainers.forward_step import ForwardStep
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
 from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.optimizer.guard import StopOnSpikes
@@ -74,7 +75,11 @@ class Program:
         if options.teacher is not None:
             computed = DistilledModel(network, options.teacher)
         self.forward = ForwardStep(
-            computed, options.objective, options.compiled_metrics is not None, self._states
+            computed,
+            options.objective,
+            training_objective(options.objective),
+            options.compiled_metrics is not None,
+            self._states,
         )
 
     def build_network(self, input_shape=None):

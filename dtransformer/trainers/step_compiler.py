@@ -16,6 +16,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
+from dtransformer.parallel.tracing import trace
 from dtransformer.reports.clusters import ClusterReport
 
 _LARGE_NETWORK = 2**20
@@ -34,6 +35,7 @@ class StepCompiler:
             of a step. False if a full step is one `tf.function`.
         graphs: Dict that maps the parts of a training step to their last traced graphs, without
             the engine's graphs.
+        traced_bytes: Dict of the bytes of `"gradients"` and `"logits"` in the first training step.
         clusters: `ClusterReport` of the first step, or `None` without clusters or before the step.
     """
 
@@ -45,6 +47,7 @@ class StepCompiler:
         self.jit_forward = jit_compile is True
         self.in_parts = job.compiles_shapes()
         self.graphs = {}
+        self.traced_bytes = {}
         self._is_watched = job.watchdog() is not None
 
     def jit_update(self, weights: list) -> bool:
@@ -99,16 +102,17 @@ class StepCompiler:
 
     @contextlib.contextmanager
     def first_step(self, verbose: bool) -> Iterator[None]:
-        """Record the XLA clusters of the first training step, which runs in the `with` block.
+        """Record sizes and XLA clusters of the first training step, which runs in the `with` block.
 
         Args:
             verbose: Whether to print the report.
         """
-        if self.run_eagerly or not tf.config.optimizer.get_jit():
+        has_clusters = not self.run_eagerly and tf.config.optimizer.get_jit()
+        collecting = _compat.collect_graphs() if has_clusters else contextlib.nullcontext()
+        with trace.recording_bytes(self.traced_bytes), collecting as graphs:
             yield
+        if not has_clusters:
             return
-        with _compat.collect_graphs() as graphs:
-            yield
         self.clusters = ClusterReport.from_graphs(graphs)
         if verbose:
             print(self.clusters, flush=True)
