@@ -1,6 +1,7 @@
 """Engine, optimizer step and compiled steps of a trainer, each built when first needed."""
 
 import contextlib
+from functools import partial
 
 import keras
 import tensorflow as tf
@@ -21,16 +22,17 @@ from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.output_gradients import training_objective
 from dtransformer.trainers.forward_step import ForwardStep
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
-from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.optimizer.guard import StopOnSpikes
 from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
+from dtransformer.trainers.padded_vocabulary import without_padding
+from dtransformer.trainers.predictor import Predictor
 from dtransformer.trainers.rank_agreement import check_same_training
 from dtransformer.trainers.reports import check_rules
 from dtransformer.trainers.step import Step
 from dtransformer.trainers.step_logs import StepCheck
 from dtransformer.trainers.step_metrics import StepMetrics
-from dtransformer.trainers.step_runner import Predictor, StepRunner
+from dtransformer.trainers.step_runner import StepRunner
 
 
 class Program:
@@ -134,7 +136,7 @@ class Program:
                 self.compiler,
                 copied_weights(self._network),
                 self._options.guard,
-                variable_names(self._network),
+                partial(variable_names, self._network),
                 self._options.log_gradient_norms,
             )
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dtransformer.reports.throughput import PRODUCTS, Throughput, measured_peak
+from dtransformer.reports.throughput import PRODUCTS, measured_peak
+from dtransformer.trainers.step_logs import Throughput
 
 
 def test_share_of_peak_is_flops_per_second_divided_by_the_peak():

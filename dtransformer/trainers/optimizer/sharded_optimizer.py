@@ -37,8 +37,8 @@ class ShardedOptimizer(OptimizerStep):
         compiler: `StepCompiler`.
         copies: Weights that another pipeline stage also stores and counts in the global norm.
         guard: `SpikeGuard`, or `None`.
-        names: Dict from `id`s of weights to names that do not depend on the layout, for random bits.
-            Defaults to the weights' paths.
+        get_names: Function that returns a dict from `id`s of weights to names that do not depend on
+            the layout, for random bits. Defaults to the weights' paths.
         log_gradient_norms: Boolean. Whether to compute the gradient norm of each layer.
 
     Attributes:
@@ -63,7 +63,7 @@ class ShardedOptimizer(OptimizerStep):
         compiler,
         copies=(),
         guard=None,
-        names=None,
+        get_names=None,
         log_gradient_norms=False,
     ):
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -78,7 +78,7 @@ class ShardedOptimizer(OptimizerStep):
         config = get_parallel_config()
         self.rounding = None
         if config.optimizer_state_dtype == "bfloat16":
-            self.rounding = StateRounding(self.units, names or {})
+            self.rounding = StateRounding(self.units, {} if get_names is None else get_names())
         self._build(optimizer, weights)
         ids = [bucket_ids[shard.weight_index] for shard in self.shards]
         positions = buckets(ids, config.gradient_aggregation_group)

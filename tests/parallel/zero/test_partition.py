@@ -13,7 +13,7 @@ from dtransformer.trainers.optimizer.checks import check_elementwise, check_shar
 from dtransformer.trainers.optimizer.optimizer_step import LossScale
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
-from dtransformer.trainers.step_compiler import StepCompiler
+from dtransformer.trainers.step_runner import StepCompiler
 
 WEIGHTS = [
     Parameter("encoder/kernel", (512, 100), 4),
