@@ -8,7 +8,7 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.pipeline_parallel.forward_pass import from_last
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.optimizer.reduction import reduce_sum
 
 
 class CompiledMetrics:
@@ -16,10 +16,12 @@ class CompiledMetrics:
 
     Args:
         container: The container.
+        on_build: Function that is called when the metrics have created states.
     """
 
-    def __init__(self, container):
+    def __init__(self, container, on_build):
         self.container = container
+        self._on_build = on_build
 
     def build(self, labels, outputs, sample_weight=None):
         """Create the states of the metrics for one row of tensors of these shapes and dtypes.
@@ -38,6 +40,7 @@ class CompiledMetrics:
             if job.size() > 1 or not all(metric.variables for metric in self.container.metrics):
                 self.container.update_state(*row)
                 self.container.reset_state()
+        self._on_build()
 
     def update(self, labels, outputs, sample_weight):
         """Add a batch and return the results, a dict of scalar tensors.

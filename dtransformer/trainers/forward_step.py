@@ -20,7 +20,7 @@ from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers.compile_checks import check_added_means
 from dtransformer.trainers.expert_loads import EXPERTS
 from dtransformer.trainers.layer_states import LayerStates
-from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.optimizer.reduction import reduce_sum
 
 
 class StepScalars(typing.NamedTuple):

@@ -22,8 +22,8 @@ from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.output_gradients import training_objective
 from dtransformer.trainers.forward_step import ForwardStep
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
+from dtransformer.trainers.optimizer.buckets import bucket_ids
 from dtransformer.trainers.optimizer.guard import StopOnSpikes
-from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.padded_vocabulary import without_padding
 from dtransformer.trainers.predictor import Predictor

@@ -12,7 +12,7 @@ from dtransformer.trainers.engines import make_forward_backward
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
 from dtransformer.trainers.forward_step import StepScalars
 from dtransformer.trainers.optimizer.gradient_norms import LAYER_NORM
-from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.optimizer.reduction import reduce_sum
 
 
 class Step:
@@ -117,12 +117,13 @@ class Step:
 
         Without metrics the compiled logs do not depend on the batch's shapes.
         """
-        if not self.metrics.needs_outputs:
+        compiled = self.metrics.compiled
+        if compiled is None:
             return None, None, None
         _, labels, sample_weight = local_batch
-        if not self.metrics.is_built:
+        if not compiled.container.built:
             example = self._engine.example_outputs() if outputs is None else outputs[0]
-            self.metrics.build(labels, example, sample_weight)
+            compiled.build(labels, example, sample_weight)
         return labels, outputs, sample_weight
 
     def _reduce_and_clip(self, gradients, sums):

@@ -133,16 +133,12 @@ class Throughput:
 
     The first step of a run is not counted, because it compiles.
 
-    Attributes:
+    Args:
         peak: Measured FLOP/s of all ranks together. If a step is faster, because other processes
             slowed down the measurement, its FLOP/s become the new peak.
     """
 
-    def __init__(self):
-        self.start(0.0)
-
-    def start(self, peak):
-        """Set the peak and reset all counters."""
+    def __init__(self, peak):
         self.peak = peak
         self.reset()
 

@@ -15,13 +15,14 @@ class StepMetrics:
         on_build: Function that is called when metrics have created states for the first batch.
 
     Attributes:
+        compiled: `CompiledMetrics`, or `None` without any.
         names: Set of the log names of the last traced `update` that Keras' lists contain. The
             accuracy is among them only without compiled metrics.
     """
 
     def __init__(self, objective, compiled, on_build):
         self._objective = objective
-        self._compiled = None if compiled is None else CompiledMetrics(compiled)
+        self.compiled = None if compiled is None else CompiledMetrics(compiled, on_build)
         self._on_build = on_build
         self._loss = keras.metrics.Mean(name="loss")
         self._accuracy = keras.metrics.Mean(name="accuracy")
@@ -32,7 +33,7 @@ class StepMetrics:
     def means(self):
         """The loss, the accuracy and the container of the compiled metrics, if any."""
         metrics = [self._loss, self._accuracy]
-        return metrics if self._compiled is None else [*metrics, self._compiled.container]
+        return metrics if self.compiled is None else [*metrics, self.compiled.container]
 
     @property
     def output_losses(self):
@@ -43,26 +44,11 @@ class StepMetrics:
     def keras_metrics(self):
         """The metrics that Keras shows, in Keras' order."""
         metrics = [self._loss]
-        if self._compiled is not None:
-            metrics.append(self._compiled.container)
+        if self.compiled is not None:
+            metrics.append(self.compiled.container)
         elif self._objective.is_token_loss:
             metrics.append(self._accuracy)
         return [*metrics, *self.output_losses]
-
-    @property
-    def needs_outputs(self):
-        """True if a metric needs labels and outputs."""
-        return self._compiled is not None
-
-    @property
-    def is_built(self):
-        """True if all metrics have created their states."""
-        return self._compiled is None or self._compiled.container.built
-
-    def build(self, labels, outputs, sample_weight=None):
-        """Create the states of the compiled metrics; see `CompiledMetrics.build`."""
-        self._compiled.build(labels, outputs, sample_weight)
-        self._on_build()
 
     def update(self, loss, totals, counts, labels, outputs, sample_weight):
         """Add a batch and return the logs. Batches of skipped steps also count.
@@ -88,8 +74,8 @@ class StepMetrics:
         for key, mean in self._output_losses.items():
             logs[mean.name] = self._mean(mean, totals[key], weight)
         self.names = set(logs)
-        if self._compiled is not None:
-            results = self._compiled.update(labels, outputs, sample_weight)
+        if self.compiled is not None:
+            results = self.compiled.update(labels, outputs, sample_weight)
             self.names = self.names - {"accuracy"} | set(results)
             logs |= results
         return logs

@@ -21,7 +21,7 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.reports.clusters import ClusterReport
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
 from dtransformer.trainers.batch_fingerprints import FINGERPRINTS
-from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.optimizer.reduction import reduce_sum
 from dtransformer.trainers.step_logs import StepCheck, StepLogs, Throughput
 
 _LARGE_NETWORK = 2**20
@@ -114,7 +114,7 @@ class StepCompiler:
         """
         has_clusters = not self.run_eagerly and tf.config.optimizer.get_jit()
         collecting = _compat.collect_graphs() if has_clusters else contextlib.nullcontext()
-        with trace.recording_bytes(self.traced_bytes), collecting as graphs:
+        with trace.traced_bytes.set(self.traced_bytes), collecting as graphs:
             yield
         if not has_clusters:
             return
@@ -182,8 +182,7 @@ class StepRunner:
         self._step.take_seed()
         if self._throughput is None:
             peak = tf.constant(measured_peak(self._network.compute_dtype), "float32")
-            self._throughput = Throughput()
-            self._throughput.start(float(reduce_sum({"peak": peak}, "peak")["peak"]))
+            self._throughput = Throughput(float(reduce_sum({"peak": peak}, "peak")["peak"]))
 
     def new_epoch(self):
         """Reset the logs, the throughput and the expert loads."""

@@ -10,8 +10,6 @@ from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import compiled_metrics
 from dtransformer.trainers.compiled_metrics import CompiledMetrics
-from dtransformer.trainers.objective import Objective
-from dtransformer.trainers.step_metrics import StepMetrics
 
 ROWS, CLASSES = 12, 3
 BASES = {"Metric", "MeanMetricWrapper", "Mean", "Sum"}  # Their values are no (y_true, y_pred).
@@ -122,7 +120,7 @@ def test_two_ranks_match_one_rank(monkeypatch, metric_class, options, labels, ou
 
     def train(rank):
         metric = metric_class(**options)
-        metrics = CompiledMetrics(container(metric))
+        metrics = CompiledMetrics(container(metric), on_build=print)
         metrics.build(labels, outputs)
         for half in halves:
             quarter = slice(half.start + 3 * rank, half.start + 3 * rank + 3)
@@ -144,6 +142,6 @@ def test_metric_that_needs_sample_weights_is_built(monkeypatch):
     metric = Weighted()
     weighted = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     weighted.compile(loss="mse", weighted_metrics=[metric])
-    metrics = StepMetrics(Objective("mse"), weighted._compile_metrics, on_build=print)
+    metrics = CompiledMetrics(weighted._compile_metrics, on_build=print)
     metrics.build(BINARY, SCORE, np.ones(ROWS))
-    assert metrics.is_built and float(metric.result()) == 0
+    assert metrics.container.built and float(metric.result()) == 0

@@ -8,7 +8,6 @@ tokens from the graph. The product of all tokens is computed as before if anythi
 
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 
@@ -168,16 +167,17 @@ def use_all_logits(outputs, chunk_options: list[int | str | None]) -> None:
         outputs: Nested tensors, the outputs of a network.
         chunk_options: List of the `chunk_tokens` of the losses.
     """
-    logits = [x for x in tf.nest.flatten(outputs) if get_product(x) is not None]
-    for x, chunk_tokens in itertools.product(logits, chunk_options):
-        if chunk_size(x, chunk_tokens) is not None and job.is_chief():
+    for x in tf.nest.flatten(outputs):
+        if get_product(x) is None:
+            continue
+        sizes = {chunk_size(x, chunk_tokens) for chunk_tokens in chunk_options}
+        if sizes - {None} and job.is_chief():
             warnings.warn(
                 f"Metrics read all logits of shape {tuple(x.shape)}, so the loss is not computed "
                 "in chunks. To save memory, call `compile` without `metrics`. The logs then "
                 "contain the loss and the accuracy.",
                 stacklevel=2,
             )
-    for x in logits:
         x.head_product = None
 
 

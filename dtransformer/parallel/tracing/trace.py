@@ -62,7 +62,8 @@ dropout_seed = Scoped("dropout_seed")
 """Seed of dropout masks, an integer tensor [2]. `None` draws a random one."""
 auxiliary_metrics = Scoped("auxiliary_metrics")
 """Dict of the metrics that layers report; see `auxiliary_metrics.py`. `None` disables them."""
-_bytes = Scoped("bytes")
+traced_bytes = Scoped("traced_bytes")
+"""Dict that `record_bytes` extends, or `None`."""
 
 
 def is_on_mesh() -> bool:
@@ -136,21 +137,12 @@ def tape_opened_here() -> contextlib.AbstractContextManager:
     return _tape_graph.set(tf.compat.v1.get_default_graph())
 
 
-def recording_bytes(sizes: dict[str, int]) -> contextlib.AbstractContextManager:
-    """Record the sizes of large tensors in the `with` block; see `record_bytes`.
-
-    Args:
-        sizes: Dict from names to bytes, which the block extends.
-    """
-    return _bytes.set(sizes)
-
-
 def record_bytes(name: str, size: int) -> None:
     """Record the bytes of tensors that the traced code computes together, for the memory report.
 
-    The largest size of a name counts. Outside of `recording_bytes`, do nothing.
+    The largest size of a name counts. Without a dict in `traced_bytes`, do nothing.
     """
-    sizes = _bytes.get()
+    sizes = traced_bytes.get()
     if sizes is not None:
         sizes[name] = max(size, sizes.get(name, 0))
 

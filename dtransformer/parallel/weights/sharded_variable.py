@@ -33,11 +33,6 @@ class ShardedVariable(keras.Variable):
     _unsharded = None  # The full value in host memory. See `unsharded_on_chief`.
 
     @property
-    def trained_value(self) -> tf.Tensor:
-        """Tensor for gradients: the value, or its stored form."""
-        return self.value
-
-    @property
     def shard_bounds(self) -> list[ShardBounds]:
         """Positions of the shards in the full tensor, a list of `(bounds, flat_range)`.
 

@@ -1,12 +1,27 @@
-"""Phases of an optimizer step in which several ranks take part; see `optimizer_step.py`."""
+"""Sums over ranks, among them the phases of an optimizer step that need other ranks."""
 
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import flat_shards, transport
-from dtransformer.parallel.collectives.transport import by_dtype
+from dtransformer.parallel.collectives.transport import by_dtype, never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer.optimizer_step import with_stored_types
+
+
+def reduce_sum(scalars: dict, name: str) -> dict:
+    """Sum tensors over the data-parallel group in one collective.
+
+    Args:
+        scalars: Dict of tensors of one dtype.
+        name: String. Name of the collective, identical on all ranks.
+
+    Returns:
+        A dict with the same keys.
+    """
+    local = [never_constant(x) for x in scalars.values()]
+    sums = transport.all_reduce_together(local, job.data_parallel_group(), name)
+    return dict(zip(scalars, sums))
 
 
 class Reduction:

@@ -10,12 +10,12 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer import optimizer_step as phases
 from dtransformer.trainers.optimizer import reduction
 from dtransformer.trainers.optimizer.averages import assign_averages
+from dtransformer.trainers.optimizer.buckets import buckets
 from dtransformer.trainers.optimizer.checks import check_update
 from dtransformer.trainers.optimizer.gradient_norms import group_by_layer
 from dtransformer.trainers.optimizer.guard import StepGuard
 from dtransformer.trainers.optimizer.keras_update import keras_update
 from dtransformer.trainers.optimizer.optimizer_step import LossScale, OptimizerStep
-from dtransformer.trainers.optimizer.reduce import buckets
 from dtransformer.trainers.optimizer.shard_plan import make_partition, shard_plan
 from dtransformer.trainers.optimizer.stochastic_rounding import (
     StateRounding,
@@ -63,7 +63,7 @@ class ShardedOptimizer(OptimizerStep):
         compiler,
         copies=(),
         guard=None,
-        get_names=None,
+        get_names=dict,
         log_gradient_norms=False,
     ):
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -78,7 +78,7 @@ class ShardedOptimizer(OptimizerStep):
         config = get_parallel_config()
         self.rounding = None
         if config.optimizer_state_dtype == "bfloat16":
-            self.rounding = StateRounding(self.units, {} if get_names is None else get_names())
+            self.rounding = StateRounding(self.units, get_names())
         self._build(optimizer, weights)
         ids = [bucket_ids[shard.weight_index] for shard in self.shards]
         positions = buckets(ids, config.gradient_aggregation_group)
