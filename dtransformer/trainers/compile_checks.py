@@ -241,7 +241,9 @@ def check_added_means(network, losses, row_loss_layers):
     Raises:
         ValueError: If a layer adds a mean over rows, such as a mixture of experts.
     """
-    if losses and row_loss_layers and job.is_chief():
+    if not losses:
+        return
+    if row_loss_layers and job.is_chief():
         warnings.warn(
             f"The loss is a mean over a mask. The losses that {', '.join(row_loss_layers)} add to it "
             "are weighted by the unmasked positions of each data shard and micro-batch, not by "
@@ -250,7 +252,7 @@ def check_added_means(network, losses, row_loss_layers):
             stacklevel=2,
         )
     layers = _compat.flat_layers(network)
-    if losses and any(getattr(layer, "aux_loss_is_mean", False) for layer in layers):
+    if any(getattr(layer, "aux_loss_is_mean", False) for layer in layers):
         raise ValueError(
             "A loss that is a mean over a mask cannot be combined with the losses of a mixture "
             "of experts over several ranks or micro-batches. Use sample weights and "

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import types
 import typing
 import warnings
 
@@ -165,7 +164,7 @@ class ForwardStep:
         """Return `metric_outputs` and the local sums of a batch, in inference mode."""
         outputs, changes = self.outputs_and_states(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
-        return self.metric_outputs(outputs), sums | self.layer_sums(changes, inputs, counts)
+        return self.metric_outputs(outputs), sums | self.layer_sums(changes, inputs, counts, {})
 
     def metric_outputs(self, outputs):
         """Return `(outputs, masks)` for metrics, or `None` if no metric needs the outputs."""
@@ -177,9 +176,7 @@ class ForwardStep:
         The dict contains the items of `Objective.sums`, and `added_loss` as `"added"`.
         """
         if self.needs_outputs:
-            use_all_logits(
-                outputs, [getattr(x, "chunk_tokens", None) for x in self.objective.losses]
-            )
+            use_all_logits(outputs, self.objective.losses)
         objective = self.objective
         is_full_batch = not self.layout.needs_reduce
         if training:
@@ -191,7 +188,7 @@ class ForwardStep:
         sums["added"] = self.added_loss(losses, inputs, counts, sums.get("normalizer_ratio"))
         return sums
 
-    def added_loss(self, losses, inputs, counts, normalizer_ratio=None):
+    def added_loss(self, losses, inputs, counts, fraction=None):
         """Return the local part of the losses that layers add, a float32 scalar.
 
         The losses are averaged over the rows of the global batch. This is correct for regularizers,
@@ -202,18 +199,18 @@ class ForwardStep:
             losses: List of scalars.
             inputs: Nested tensors [b, ...].
             counts: `counts` of the global batch, possibly with more elements.
-            normalizer_ratio: The item `"normalizer_ratio"` of `Objective.sums`, if present.
+            fraction: Fraction of the global batch, the item `"normalizer_ratio"` of
+                `Objective.sums`. Defaults to the fraction of rows.
         """
         if not losses:
             return tf.zeros([])
-        fraction = normalizer_ratio
         if fraction is None:
             fraction = self.batch_fraction(inputs, counts)
         # The mean over zero rows is NaN.
         parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), fraction) for loss in losses]
         return tf.add_n(parts)
 
-    def layer_sums(self, changes, inputs, counts, reported=types.MappingProxyType({})):
+    def layer_sums(self, changes, inputs, counts, reported):
         """Return sums of state changes and metrics that layers have reported.
 
         Args:
@@ -233,7 +230,7 @@ class ForwardStep:
         return tf.math.divide_no_nan(tf.cast(rows, "float32"), self.objective.num_rows(counts))
 
 
-def check_any_trained(has_trained_weight: bool) -> None:
+def check_any_trained(has_trained_weight):
     """Check that the network has a trainable weight.
 
     Raises:

@@ -194,7 +194,7 @@ class Objective:
 
             def term(y_true, y_pred, weight=None):
                 label_counts = self.label_counts(counts, _position(y_true, flat))
-                terms[name] = loss_term(loss, y_true, y_pred, weight, label_counts, is_full_batch)
+                terms[name] = _loss_term(loss, y_true, y_pred, weight, label_counts, is_full_batch)
                 accuracy_inputs[:] = y_pred, y_true
                 return terms[name].loss
 
@@ -227,9 +227,7 @@ class Objective:
 # Losses.
 
 
-def loss_term(
-    loss, labels, outputs, sample_weight, label_counts: LabelCounts, is_full_batch: bool
-) -> LossTerm:
+def _loss_term(loss, labels, outputs, sample_weight, label_counts, is_full_batch):
     """Return the local part of one output's loss.
 
     Args:
@@ -382,10 +380,10 @@ def _label_checks(labels, loss):
     name = "labels" if ignored is None else f"labels other than ignore_id={ignored}"
     if ignored is not None:
         labels = tf.boolean_mask(labels, labels != ignored)
-    return [check_range(labels, name, size)]
+    return [_check_range(labels, name, size)]
 
 
-def check_range(ids: tf.Tensor, name: str, size: int | None) -> tf.Operation:
+def _check_range(ids, name, size):
     """Return an operation that fails if an id is out of range.
 
     `convert_step_errors` converts the failure to a one-line `ValueError`.

@@ -66,7 +66,7 @@ class Reports:
 
     def memory_report(self, inputs=None):
         traced_bytes = self._program.compiler.traced_bytes
-        if not traced_bytes:
+        if "gradients" not in traced_bytes:
             raise ValueError("No training step has run yet. Call `fit` or `train_on_batch` first.")
         engine = self._program.engine
         shapes = engine.input_shapes
@@ -85,7 +85,7 @@ class Reports:
 
     def expert_load(self):
         runner = self._program.runner
-        report = None if runner is None else runner.expert_loads.report()
+        report = None if runner is None else runner.step.expert_loads.report()
         if report is None or not report.layers:
             raise ValueError(
                 "There is no expert load. Train a network with a `moe_config` of several experts "

@@ -41,6 +41,7 @@ class StepCompiler:
         graphs: Dict that maps the parts of a training step to their last traced graphs, without
             the engine's graphs.
         traced_bytes: Dict of the bytes of `"gradients"` and `"logits"` in the first training step.
+        is_watched: Whether the watchdog monitors this process.
         clusters: `ClusterReport` of the first step, or `None` without clusters or before the step.
     """
 
@@ -53,16 +54,18 @@ class StepCompiler:
         self.in_parts = job.compiles_shapes()
         self.graphs = {}
         self.traced_bytes = {}
-        self._is_watched = job.watchdog() is not None
+        self.is_watched = job.watchdog() is not None
 
     def jit_update(self, weights: list) -> bool:
         """Return whether XLA compiles the update of these Keras variables.
 
         `jit_compile="auto"` compiles it from `_LARGE_NETWORK` elements on. Eager mode never does.
         """
-        if self._jit == "auto" and not self.run_eagerly:
+        if self.run_eagerly:
+            return False
+        if self._jit == "auto":
             return sum(math.prod(weight.shape) for weight in weights) >= _LARGE_NETWORK
-        return self._jit is True and not self.run_eagerly
+        return self.jit_forward
 
     def compile_step(self, step: Callable, trains: bool = False) -> Callable:
         """Return a function that runs a full step.
@@ -116,7 +119,7 @@ class StepCompiler:
         collecting = _compat.collect_graphs() if has_clusters else contextlib.nullcontext()
         with trace.traced_bytes.set(self.traced_bytes), collecting as graphs:
             yield
-        if not has_clusters:
+        if graphs is None:
             return
         self.clusters = ClusterReport.from_graphs(graphs)
         if verbose:
@@ -127,7 +130,7 @@ class StepCompiler:
         def traced(*args):
             if trains and not tf.executing_eagerly():
                 self.graphs[function.__name__] = tf.compat.v1.get_default_graph()
-            if self._is_watched and not tf.executing_eagerly():
+            if self.is_watched and not tf.executing_eagerly():
                 job.record_compilation()
             return function(*args)
 
@@ -146,12 +149,13 @@ class StepRunner:
         steps_per_execution: Maximum number of steps per call.
 
     Attributes:
+        step: The `Step`.
         num_steps: Number of optimizer steps so far, counted on the host.
         logs: `StepLogs` of the current epoch.
     """
 
     def __init__(self, step, network, compiler, check, log_every, steps_per_execution):
-        self._step = step
+        self.step = step
         self._network = network
         self._compiler = compiler
         self._check = check
@@ -159,27 +163,21 @@ class StepRunner:
         self._steps_per_execution = steps_per_execution
         self._throughput = None
         self._work = {}  # Shapes of a batch -> its tokens and FLOP.
-        self._is_watched = job.watchdog() is not None
         self._step_ended = 0.0
         self.num_steps = 0
         self.recompile()
         self.start_logs(log_every)
 
-    @property
-    def expert_loads(self):
-        """`ExpertLoads` of the current epoch."""
-        return self._step.expert_loads
-
     def recompile(self):
         """Trace all steps again in their next calls."""
-        self._train = self._compiler.compile_step(self._step.train, trains=True)
-        self._test = self._compiler.compile_step(self._step.test)
+        self._train = self._compiler.compile_step(self.step.train, trains=True)
+        self._test = self._compiler.compile_step(self.step.test)
         self._is_compiled = False
 
     def start_training(self):
         """Prepare training from a step that a checkpoint may have restored."""
-        self.num_steps = self._step.num_updates()
-        self._step.take_seed()
+        self.num_steps = self.step.num_updates()
+        self.step.take_seed()
         if self._throughput is None:
             peak = tf.constant(measured_peak(self._network.compute_dtype), "float32")
             self._throughput = Throughput(float(reduce_sum({"peak": peak}, "peak")["peak"]))
@@ -187,7 +185,7 @@ class StepRunner:
     def new_epoch(self):
         """Reset the logs, the throughput and the expert loads."""
         self._throughput.reset()
-        self._step.expert_loads.reset()
+        self.step.expert_loads.reset()
         self.start_logs(self._log_every)
 
     def start_logs(self, log_every):
@@ -209,7 +207,7 @@ class StepRunner:
             StopIteration: If no batch is left.
         """
         with contextlib.ExitStack() as stack:
-            if self._is_watched:
+            if self._compiler.is_watched:
                 activity = "step" if self._is_compiled else "compiling"
                 stack.enter_context(job.record_activity(activity, self.num_steps + 1))
             if not self._is_compiled:
@@ -270,7 +268,7 @@ class StepRunner:
     def _count(self, batch, sharding, start, batch_ready):
         """Add a step to the throughput, except for the first one, which compiles."""
         if self._is_compiled:
-            if self._is_watched:
+            if self._compiler.is_watched:
                 job.record_local_seconds(batch_ready - self._step_ended)
             tokens, flops = self._tokens_and_flops(batch, sharding)
             seconds = time.perf_counter() - start

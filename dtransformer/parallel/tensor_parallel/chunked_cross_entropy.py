@@ -158,19 +158,19 @@ def chunk_size(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> in
     return chunk_tokens if num_tokens is None or num_tokens > chunk_tokens else None
 
 
-def use_all_logits(outputs, chunk_options: list[int | str | None]) -> None:
+def use_all_logits(outputs, losses: list) -> None:
     """Compute losses of these outputs from all logits, because metrics read them.
 
     Warns if the logits are large.
 
     Args:
         outputs: Nested tensors, the outputs of a network.
-        chunk_options: List of the `chunk_tokens` of the losses.
+        losses: List of the losses, which may have an attribute `chunk_tokens`.
     """
     for x in tf.nest.flatten(outputs):
         if get_product(x) is None:
             continue
-        sizes = {chunk_size(x, chunk_tokens) for chunk_tokens in chunk_options}
+        sizes = {chunk_size(x, getattr(loss, "chunk_tokens", None)) for loss in losses}
         if sizes - {None} and job.is_chief():
             warnings.warn(
                 f"Metrics read all logits of shape {tuple(x.shape)}, so the loss is not computed "

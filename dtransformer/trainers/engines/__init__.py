@@ -37,8 +37,7 @@ def make_forward_backward(step, engine, reduction, compiler):
         compiler: The `StepCompiler`.
     """
     if engine.takes_micro_batches:
-        reduce = None if reduction is None else reduction.reduce_weights
-        return partial(engine.forward_backward, reduce=reduce)
+        return partial(engine.forward_backward, reduction=reduction)
     num_micro_batches = get_parallel_config().micro_batch_num
     if num_micro_batches == 1:
         return engine.forward_backward

@@ -119,14 +119,14 @@ class PipelineEngine(Engine):
 
     # Training step.
 
-    def forward_backward(self, inputs, labels, sample_weight, scalars, reduce=None):
+    def forward_backward(self, inputs, labels, sample_weight, scalars, reduction=None):
         """See `Engine.forward_backward`. Gradients belong to this stage's weights.
 
         Args:
-            reduce: `Reduction.reduce_weights`, which is applied to each micro-batch, or `None`.
+            reduction: `Reduction` of the gradients of each micro-batch, or `None`.
         """
-        if reduce is not None and self.reduce is None:
-            self.reduce = tf.function(reduce, autograph=False)
+        if reduction is not None and self.reduce is None:
+            self.reduce = tf.function(reduction.reduce_weights, autograph=False)
         check_any_trained(self.first_trained < self.placement.num_chunks)
         batch = (inputs, labels, sample_weight)
         self._consistency.check(batch, "train")
@@ -256,7 +256,7 @@ class PipelineEngine(Engine):
         outputs, changes = self._step.outputs_and_states(inputs, layers=self._layers())
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = get_chunk_losses(self.network, current_chunk(), self.placement)
-        added = self._step.layer_sums(changes, inputs, counts)
+        added = self._step.layer_sums(changes, inputs, counts, {})
         added["added"] = self._step.added_loss(losses, inputs, counts)
         return (self._step.metric_outputs(outputs), sums), self.devices.replicate(added)
 

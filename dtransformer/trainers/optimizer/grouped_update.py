@@ -62,21 +62,22 @@ class GroupedUpdate:
         if self._rounding is not None:
             scalars.append(self._rounding.keys(scalars[0]))
         new_values = {}
-        last = {}  # device -> control inputs of its next call, so that calls run one by one
-        for device, units in self._calls:
-            arguments = (
-                [gradients[unit.index] for unit in units],
-                [values[unit.index] for unit in units],
-                [unit.state_values for unit in units],
-                [_random_numbers(unit) for unit in units],
-                scalars,
-            )
-            function = self._function(units, arguments)
-            with tf.device(device), tf.control_dependencies(last.get(device, [])):
-                results, done = function(*arguments)
-            last[device] = [done]
-            passed = [unit.index for unit in units if unit.variable is None]
-            new_values.update(zip(passed, results))
+        for device, calls in self._calls.items():
+            last = []  # Control inputs of the next call, so that calls run one by one.
+            for units in calls:
+                arguments = (
+                    [gradients[unit.index] for unit in units],
+                    [values[unit.index] for unit in units],
+                    [unit.state_values for unit in units],
+                    [_random_numbers(unit) for unit in units],
+                    scalars,
+                )
+                function = self._function(units, arguments)
+                with tf.device(device), tf.control_dependencies(last):
+                    results, done = function(*arguments)
+                last = [done]
+                passed = [unit.index for unit in units if unit.variable is None]
+                new_values.update(zip(passed, results))
         self._optimizer.iterations.assign_add(1)
         return [new_values[i] for i in sorted(new_values)]
 

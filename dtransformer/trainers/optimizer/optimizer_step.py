@@ -7,6 +7,7 @@ communication are in `reduction.py`.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 
 import keras
@@ -33,73 +34,7 @@ class StepData:
     values: list | tuple = ()
     square_norms: tf.Tensor | None = None
     norm: tf.Tensor | None = None
-    layer_norms: dict = dataclasses.field(default_factory=dict)
-
-
-class OptimizerStep:
-    """Optimizer step of a layout.
-
-    `reduce_and_clip` runs the phases up to clipped local gradients, and `apply` updates the weights.
-
-    Args:
-        phases: List of functions of a `StepData`.
-        update: Function of the gradients of units and of the values of `ParameterProxy`s that
-            returns the new values of the latter; see `keras_update`.
-        store: Function that stores these values, or `None` if the update assigns all weights.
-        loss_scale: `LossScale`.
-        guard: `StepGuard`, or `None`.
-        communication: Function that returns the context in which phases communicate.
-    """
-
-    def __init__(self, phases, update, store, loss_scale, guard, communication):
-        self._phases = phases
-        self._update = update
-        self._store = store
-        self.loss_scale = loss_scale
-        self.guard = guard
-        self._communication = communication
-
-    def reduce_and_clip(self, gradients, factor=None):
-        """Reduce, unscale and clip the gradients of a step.
-
-        Args:
-            gradients: List of tensors, as an engine returns them.
-            factor: Scalar to multiply gradients by. `None` means 1.
-
-        Returns:
-            A `(gradients, values, norm, layer_norms)` tuple: the gradients of the local update
-            units, the current values of the units that `ParameterProxy`s represent, the norm of all
-            gradients before clipping, a float32 scalar, and a dict with the norm of each layer.
-        """
-        if factor is not None:
-            gradients = [gradient * factor for gradient in gradients]
-        data = StepData(gradients)
-        with self._communication():
-            for phase in self._phases:
-                phase(data)
-        return data.gradients, data.values, data.norm, data.layer_norms
-
-    def apply(self, gradients, values, norm):
-        """Update the weights, unless the loss scale or the guard skips the step.
-
-        The arguments are the first results of `reduce_and_clip`.
-        """
-        # Weight decay reads no gradient. Without this dependency it would also run in a step that
-        # fails because the data has ended.
-        with tf.control_dependencies([norm]):
-            update = partial(self._update_weights, gradients, values)
-            if self.loss_scale.is_used:
-                update = partial(self.loss_scale.run, norm, update)
-            if self.guard is None:
-                update()
-            else:
-                self.guard.run(norm, update)
-
-    def _update_weights(self, gradients, values):
-        with self._communication():
-            new_values = self._update(gradients, values)
-            if self._store is not None:
-                self._store(new_values)
+    layer_norms: dict | None = None
 
 
 class LossScale:
@@ -131,12 +66,14 @@ class LossScale:
         """Return the scale, a float32 scalar."""
         return tf.identity(tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"))
 
-    def unscale(self, gradients):
-        """Return a list of gradients divided by the scale, if the optimizer has one."""
-        if not self.is_used and self._optimizer.loss_scale_factor is None:
-            return gradients
-        scale = self.value()
-        return [gradient / scale for gradient in gradients]
+    def unscale(self, data):
+        """Divide gradients by the scale. Squares of scaled gradients could overflow float32.
+
+        This is a phase.
+        """
+        if self.is_used or self._optimizer.loss_scale_factor is not None:
+            scale = self.value()
+            data.gradients = [gradient / scale for gradient in data.gradients]
 
     def run(self, norm, update):
         """Call `update()` and adapt the scale. Skip the update if `norm` is not finite.
@@ -164,6 +101,72 @@ class LossScale:
         finite_steps.assign(tf.where(grows, tf.zeros_like(count), count))
         self.skipped_steps.assign_add(skipped)
         self.skipped_in_a_row.assign(skipped * (self.skipped_in_a_row + 1))
+
+
+@dataclasses.dataclass(eq=False)
+class OptimizerStep:
+    """Optimizer step of a layout.
+
+    `reduce_and_clip` runs the phases up to clipped local gradients, and `apply` updates the weights.
+
+    Args:
+        phases: List of functions of a `StepData`.
+        update: Function of the gradients of units and of the values of `ParameterProxy`s that
+            returns the new values of the latter; see `keras_update`.
+        store: Function that stores these values, or `None` if the update assigns all weights.
+        loss_scale: `LossScale`.
+        guard: `StepGuard`, or `None`.
+        communication: Function that returns the context in which phases communicate.
+    """
+
+    phases: list
+    update: Callable
+    store: Callable | None
+    loss_scale: LossScale
+    guard: object
+    communication: Callable
+
+    def reduce_and_clip(self, gradients, factor=None):
+        """Reduce, unscale and clip the gradients of a step.
+
+        Args:
+            gradients: List of tensors, as an engine returns them.
+            factor: Scalar to multiply gradients by. `None` means 1.
+
+        Returns:
+            A `(gradients, values, norm, layer_norms)` tuple: the gradients of the local update
+            units, the current values of the units that `ParameterProxy`s represent, the norm of all
+            gradients before clipping, a float32 scalar, and a dict with the norm of each layer.
+        """
+        if factor is not None:
+            gradients = [gradient * factor for gradient in gradients]
+        data = StepData(gradients)
+        with self.communication():
+            for phase in self.phases:
+                phase(data)
+        return data.gradients, data.values, data.norm, data.layer_norms
+
+    def apply(self, gradients, values, norm):
+        """Update the weights, unless the loss scale or the guard skips the step.
+
+        The arguments are the first results of `reduce_and_clip`.
+        """
+        # Weight decay reads no gradient. Without this dependency it would also run in a step that
+        # fails because the data has ended.
+        with tf.control_dependencies([norm]):
+            update = partial(self._update_weights, gradients, values)
+            if self.loss_scale.is_used:
+                update = partial(self.loss_scale.run, norm, update)
+            if self.guard is None:
+                update()
+            else:
+                self.guard.run(norm, update)
+
+    def _update_weights(self, gradients, values):
+        with self.communication():
+            new_values = self.update(gradients, values)
+            if self.store is not None:
+                self.store(new_values)
 
 
 # Phases.
@@ -196,11 +199,6 @@ def record_bytes(data):
     """Record the bytes of the gradients that a rank stores until the update."""
     sizes = [math.prod(x.shape) * x.dtype.size for x in data.gradients]
     trace.record_bytes("gradients", sum(sizes))
-
-
-def unscale(loss_scale, data):
-    """Divide gradients by the loss scale. Squares of scaled gradients could overflow float32."""
-    data.gradients = loss_scale.unscale(data.gradients)
 
 
 def measure_gradients(shards, data):

@@ -135,8 +135,10 @@ class ShardedOptimizer(OptimizerStep):
 
     def _norm_phases(self, loss_scale):
         """Return the phases from reduced gradients to clipped gradients of update units."""
-        selected = [partial(phases.unscale, loss_scale)]
-        selected.append(partial(phases.measure_gradients, self.shards))
+        selected = [
+            loss_scale.unscale,
+            partial(phases.measure_gradients, self.shards),
+        ]
         if self.is_sharded or self._on_mesh:
             selected.append(partial(reduction.sum_square_norms, self.shards))
         has_stages = job.pipeline_group().size > 1

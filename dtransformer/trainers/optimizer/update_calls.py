@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Hashable
 
 import tensorflow as tf
 
@@ -11,8 +10,7 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives.division import pack_consecutive
 from dtransformer.trainers.optimizer.muon import Muon
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
-from dtransformer.trainers.optimizer.stochastic_rounding import ElementBits, is_rounded
-from dtransformer.trainers.optimizer.update_group import UpdateGroup
+from dtransformer.trainers.optimizer.stochastic_rounding import is_rounded
 
 # Maximum number of elements that a call updates, unless one unit has more. A compiled call keeps
 # the old and the new values of all its units in memory.
@@ -72,7 +70,7 @@ class GroupedUnit:
         states: List of Keras variables. The optimizer's states of the unit.
         state_values: List of their `tf.Variable`s.
         group: `UpdateGroup` of the weight, or `None`.
-        key: Hashable. Units of equal keys have equal updates.
+        key: Tuple. Units of equal keys have equal updates.
         bits: `ElementBits` of the unit's bfloat16 states, or `None`.
         rounded: List of the states that the update rounds.
     """
@@ -82,9 +80,9 @@ class GroupedUnit:
     variable: tf.Variable | None
     states: list
     state_values: list
-    group: UpdateGroup | None
-    key: Hashable
-    bits: ElementBits | None
+    group: object
+    key: tuple
+    bits: object
     rounded: list
 
     @classmethod
@@ -115,15 +113,23 @@ class GroupedUnit:
         return cls(index, proxy, variable, variables, values, group, key, bits, rounded)
 
 
-def plan_calls(units: list[GroupedUnit]) -> list[tuple[str, list[GroupedUnit]]]:
-    """Return the calls of an update, a list of `(device, units)`; see `grouped_calls`."""
+def plan_calls(units):
+    """Return the calls of an update.
+
+    Args:
+        units: List of `GroupedUnit`s.
+
+    Returns:
+        A dict from devices to lists of calls. Each call is a list of units; see `grouped_calls`.
+    """
     by_device = {}
     for unit in units:
         by_device.setdefault(unit.proxy.device, []).append(unit)
-    calls = []
+    calls = {}
     for device, local_units in by_device.items():
         keys = [unit.key for unit in local_units]
         sizes = [math.prod(unit.proxy.shape) for unit in local_units]
+        calls[device] = []
         for call in grouped_calls(keys, sizes, _MAX_ELEMENTS):
-            calls.append((device, [local_units[i] for i in call]))
+            calls[device].append([local_units[i] for i in call])
     return calls
