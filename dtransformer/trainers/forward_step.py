@@ -155,7 +155,7 @@ class ForwardStep:
         return outputs, changes
 
     def _unsharding(self, part):
-        """Return the context in which weights are unsharded on use, unless it is active."""
+        """Return a context manager that unshards weights on use, if the layout needs it."""
         if self.layout.unshards_weights and current_unsharding() is None:
             return unsharding(part)
         return contextlib.nullcontext()

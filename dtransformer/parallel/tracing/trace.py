@@ -125,7 +125,7 @@ def decoding_loop() -> contextlib.AbstractContextManager:
 
 
 def tape_graph() -> tf.Graph | None:
-    """Return the graph in which a step opens its gradient tape, or `None`.
+    """Return the graph of a step's gradient tape, or `None`.
 
     Only in this graph TensorFlow can report which tensors the tape watches.
     """

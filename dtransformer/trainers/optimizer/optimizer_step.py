@@ -116,7 +116,7 @@ class OptimizerStep:
         store: Function that stores these values, or `None` if the update assigns all weights.
         loss_scale: `LossScale`.
         guard: `StepGuard`, or `None`.
-        communication: Function that returns the context in which phases communicate.
+        communication: Function that returns the context manager of all communication.
     """
 
     phases: list
