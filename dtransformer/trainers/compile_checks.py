@@ -251,8 +251,7 @@ def check_added_means(network, losses, row_loss_layers):
             "Keras' results.",
             stacklevel=2,
         )
-    layers = _compat.flat_layers(network)
-    if any(getattr(layer, "aux_loss_is_mean", False) for layer in layers):
+    if any(getattr(layer, "aux_loss_is_mean", False) for layer in _compat.flat_layers(network)):
         raise ValueError(
             "A loss that is a mean over a mask cannot be combined with the losses of a mixture "
             "of experts over several ranks or micro-batches. Use sample weights and "

@@ -53,7 +53,7 @@ def check_class_weight(objective, labels) -> None:
         )
 
 
-def get_sample_weight(objective, labels, class_weight: dict | None, sample_weight=None):
+def get_sample_weight(objective, labels, class_weight, sample_weight=None):
     """Return the sample weights of a batch, from class weights if there are any.
 
     Raises:

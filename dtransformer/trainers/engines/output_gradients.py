@@ -27,8 +27,11 @@ class GivenGradients:
     """Objective of part 3: the loss Σ outputs · gradients, which has these gradients."""
 
     @staticmethod
-    def sums(outputs, gradients, sample_weight, counts, is_full_batch):
-        """Return the local loss as in `Objective.sums`, with gradients instead of labels."""
+    def sums(outputs, gradients, *_):
+        """Return the local loss, with the arguments of `Objective.sums`.
+
+        Engines receive the gradients as the labels of this objective.
+        """
         pairs = zip(tf.nest.flatten(outputs), tf.nest.flatten(gradients))
         parts = [tf.reduce_sum(tf.cast(x, "float32") * gradient) for x, gradient in pairs]
         return {"loss": tf.add_n(parts)}
@@ -40,10 +43,9 @@ def training_objective(objective):
     This is `GivenGradients` if a step has several micro-batches and the loss compares their rows,
     otherwise `objective`.
     """
-    has_parts = get_parallel_config().micro_batch_num > 1
-    if objective is not None and objective.compares_rows and has_parts:
-        return GivenGradients()
-    return objective
+    if get_parallel_config().micro_batch_num == 1 or objective is None:
+        return objective
+    return GivenGradients() if objective.compares_rows else objective
 
 
 def training_outputs(step, inputs, seed):

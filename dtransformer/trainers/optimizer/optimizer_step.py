@@ -31,7 +31,7 @@ class StepData:
     """
 
     gradients: list
-    values: list | tuple = ()
+    values: object = ()
     square_norms: tf.Tensor | None = None
     norm: tf.Tensor | None = None
     layer_norms: dict | None = None

@@ -90,13 +90,16 @@ class ShardedOptimizer(OptimizerStep):
             self.reduce_micro_batch is not None or not accumulates
         )
         loss_scale = LossScale(optimizer)
-        jit_compile = compiler.jit_update(weights)
         needs_store = self._units.proxies or any(x.replicated is not None for x in self.shards)
         self._store_values = partial(store, self._units, positions)
         super().__init__(
             phases=[*self._reduction_phases(positions), *self._norm_phases(loss_scale)],
             update=keras_update(
-                self._optimizer, self.units, compiler.run_eagerly, jit_compile, self.rounding
+                self._optimizer,
+                self.units,
+                compiler.run_eagerly,
+                compiler.jit_update(weights),
+                self.rounding,
             ),
             store=self._store_values if needs_store else None,
             loss_scale=loss_scale,
