@@ -1,4 +1,4 @@
-"""Tokens per second, FLOP/s and utilization of the device's peak."""
+"""Tokens and FLOP of a step, and the peak FLOP/s of the device."""
 
 import contextlib
 import functools
@@ -78,56 +78,3 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
             with contextlib.suppress(InputError):  # The planner rejects networks without blocks.
                 flops = rows * from_network(network, **changes).flops_per_sequence()
     return float(tokens), flops
-
-
-class Throughput:
-    """Tokens and floating-point operations per second of an epoch.
-
-    The first step of a run is not counted, because it compiles.
-
-    Attributes:
-        peak: Measured FLOP/s of all ranks together. If a step is faster, because other processes
-            slowed down the measurement, its FLOP/s become the new peak.
-    """
-
-    def __init__(self):
-        self.start(0.0)
-
-    def start(self, peak):
-        """Set the peak and reset all counters."""
-        self.peak = peak
-        self.reset()
-
-    def reset(self):
-        """Reset all counters."""
-        self.seconds = self.tokens = self.flops = self.waited = 0.0
-
-    def add(self, seconds, tokens=0.0, flops=0.0, waited=0.0):
-        """Count a step of all ranks.
-
-        Args:
-            seconds: Duration of the step.
-            tokens: Number of tokens.
-            flops: Number of floating-point operations.
-            waited: Seconds of the step that this rank waited for data.
-        """
-        self.waited += waited
-        self.seconds += seconds
-        self.tokens += tokens
-        self.flops += flops
-
-    def add_read(self, seconds):
-        """Add the seconds of reading logs to the counted steps, which end with that read."""
-        self.seconds += seconds if self.seconds else 0.0
-
-    def logs(self):
-        """Return a dict with the mean rates since the last reset."""
-        if not self.seconds:
-            return {"tokens_per_second": 0.0}
-        logs = {"tokens_per_second": self.tokens / self.seconds}
-        logs["input_wait"] = self.waited / self.seconds
-        if self.flops:
-            logs["gflops_per_second"] = self.flops / self.seconds / 1e9
-            self.peak = max(self.peak, self.flops / self.seconds)
-            logs["share_of_peak"] = self.flops / self.seconds / self.peak
-        return logs
