@@ -82,12 +82,15 @@ class MemoryReport:
         return f"{table}\nattention: {self.attention}" if self.attention else table
 
 
-def memory_report(network, optimizer, update, input_shapes, num_stored_passes, traced_bytes):
+def memory_report(
+    network, teacher, optimizer, update, input_shapes, num_stored_passes, traced_bytes
+):
     """Return the memory report of a trainer that has run a step.
 
     Args:
         network: The `keras.Model`.
-        optimizer: Its Keras optimizer.
+        teacher: Frozen `keras.Model` that is computed in the same step, or `None`.
+        optimizer: The network's Keras optimizer.
         update: Its `ShardedOptimizer`.
         input_shapes: Nested shapes of the inputs that this rank's mesh computes in one call, or
             `None`.
@@ -102,7 +105,9 @@ def memory_report(network, optimizer, update, input_shapes, num_stored_passes, t
     trained = network.trainable_variables
     sharded_weights = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
     master_weights = [w for w in trained if isinstance(w, MasterShardedVariable)]
-    frozen = network.non_trainable_variables
+    frozen = [*network.non_trainable_variables]
+    if teacher is not None:
+        frozen += teacher.variables
     frozen_copies = [w.copy for w in frozen if isinstance(w, MasterShardedVariable)]
     other_weights = get_local_shards(frozen) + frozen_copies
     weights = get_local_shards(w for w in trained if not isinstance(w, MasterShardedVariable))

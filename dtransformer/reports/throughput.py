@@ -43,7 +43,7 @@ def measured_peak(dtype="float32", seconds=0.1):
     return 2.0 * size**3 * num_products / best
 
 
-def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
+def tokens_and_flops(network, inputs, labels, teacher=None) -> tuple[float, float]:
     """Return the tokens and the floating-point operations of a training step, from shapes only.
 
     Tokens include padding. If the network has the method `stream_shapes`, they are all positions of
@@ -55,6 +55,7 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
     Args:
         network: A `keras.Model`.
         inputs, labels: Nested tensors of a batch.
+        teacher: Frozen network that is computed for the same inputs. Defaults to `None`.
 
     Returns:
         A `(tokens, flops)` tuple of floats.
@@ -72,9 +73,11 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
             (rows, source, _) = streams[0]
             (_, target, _) = streams[-1]
             rank = int(any(get_low_rank(x) and not x.trainable for x in network.variables))
-            changes = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
+            changes = {"source_length": source, "sequence_length": target}
             if isinstance(shapes, Mapping) and "masked_lm_positions" in shapes:
                 changes["predicted_positions"] = shapes["masked_lm_positions"][1]
             with contextlib.suppress(InputError):  # The planner rejects networks without blocks.
+                teacher_shape = None if teacher is None else from_network(teacher, **changes)
+                changes |= {"adapter_rank": rank, "teacher": teacher_shape}
                 flops = rows * from_network(network, **changes).flops_per_sequence()
     return float(tokens), flops

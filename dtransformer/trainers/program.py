@@ -52,6 +52,7 @@ class Program:
         first_batch: Specs of the first batch, or `None` if it is unknown.
         compiler: The `StepCompiler`.
         forward: The `ForwardStep`.
+        teacher: The frozen `keras.Model` of a distillation, or `None`.
     """
 
     def __init__(self, trainer, network, parallel_config, options):
@@ -74,8 +75,9 @@ class Program:
                 options.objective, options.compiled_metrics, self._restore_built_metrics
             )
         computed = network
-        if options.teacher is not None:
-            computed = DistilledModel(network, options.teacher)
+        self.teacher = options.teacher
+        if self.teacher is not None:
+            computed = DistilledModel(network, self.teacher)
         self.forward = ForwardStep(
             computed,
             options.objective,
@@ -173,6 +175,7 @@ class Program:
         self.runner = StepRunner(
             step,
             self._network,
+            self.teacher,
             self.compiler,
             self._check,
             self._options.log_every,

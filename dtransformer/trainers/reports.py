@@ -76,6 +76,7 @@ class Reports:
             num_stored_passes /= get_parallel_config().micro_batch_num
         return memory_report(
             self._network,
+            self._program.teacher,
             self._optimizer,
             self._program.optimizer_step,
             shapes,

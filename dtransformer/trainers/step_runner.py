@@ -143,6 +143,7 @@ class StepRunner:
     Args:
         step: The `Step`.
         network: The `keras.Model` that is trained.
+        teacher: The frozen `keras.Model` of a distillation, or `None`.
         compiler: The `StepCompiler`.
         check: `StepCheck` of the training steps.
         log_every: Interval in steps between reading logs from the device.
@@ -154,9 +155,10 @@ class StepRunner:
         logs: `StepLogs` of the current epoch.
     """
 
-    def __init__(self, step, network, compiler, check, log_every, steps_per_execution):
+    def __init__(self, step, network, teacher, compiler, check, log_every, steps_per_execution):
         self.step = step
         self._network = network
+        self._teacher = teacher
         self._compiler = compiler
         self._check = check
         self._log_every = log_every
@@ -282,7 +284,7 @@ class StepRunner:
         inputs, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
         key = tuple(tuple(x.shape) for x in tf.nest.flatten((inputs, labels)) if x is not None)
         if key not in self._work:
-            self._work[key] = tokens_and_flops(self._network, inputs, labels)
+            self._work[key] = tokens_and_flops(self._network, inputs, labels, self._teacher)
         tokens, flops = self._work[key]
         return tokens * sharding.num_batches_per_step, flops * sharding.num_batches_per_step
 
