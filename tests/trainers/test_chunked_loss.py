@@ -108,6 +108,19 @@ def test_tied_head_on_data_and_model_axes_equals_all_logits():
         assert set(sizes) == {24}
 
 
+@on_mesh.on_mesh
+def test_context_shards_compute_chunks_of_their_tokens():
+    with pytest.MonkeyPatch.context() as patch:
+        assert set(mesh_matches(patch, {}, model_parallel=1, context_parallel=2)) == {24}
+
+
+@on_mesh.on_mesh
+def test_weights_sharded_on_a_mesh_equal_all_logits():
+    layout = {"data_parallel": 2, "optimizer_shard": 3, "parallel_optimizer_threshold": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        assert set(mesh_matches(patch, **layout)) == {24}
+
+
 def check_on_ranks():
     """Check 20 steps with a tied and an untied head against the loss from all logits."""
     for options in ({"num_layers": 2}, {"num_layers": 2, **UNTIED}):
