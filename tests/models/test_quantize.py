@@ -45,6 +45,8 @@ KERNELS = {
     "rows": ((48, 128), 1, ("mlp", "embed")),
     "heads": ((64, 4, 24), 1, ("embed", "heads", "head_dim")),
     "output": ((4, 24, 192), 2, ("heads", "head_dim", "embed")),
+    "expert_columns": ((3, 128, 24), 1, ("expert", "embed", "mlp")),
+    "expert_rows": ((3, 24, 128), 1, ("expert", "mlp", "embed")),
 }
 IDS = np.random.default_rng(0).integers(1, 61, (8, 17)).astype("int32")
 STEPS = 20
@@ -52,7 +54,8 @@ GROUP_FEATURES = 4
 
 
 def make_layout(kind, name):
-    return BlockLayout.from_kernel(kind, *KERNELS[name], name)
+    num_stacked = int(name.startswith("expert"))
+    return BlockLayout.from_kernel(kind, *KERNELS[name], name, num_stacked)
 
 
 def random_kernel(shape):
@@ -101,9 +104,10 @@ def test_nf4_values_are_the_published_quantiles():
 
 def reference_blocks(layout, kernel):
     """Return the blocks [blocks, features, 64] of a kernel."""
-    matrix = kernel.reshape(np.prod(layout.shape[: layout.num_inputs]), -1)
-    matrix = matrix if layout.along_inputs else matrix.T
-    return matrix.reshape(-1, BLOCK_SIZE, matrix.shape[1]).swapaxes(1, 2)
+    shape = layout.shape
+    before, after = (int(np.prod(x)) for x in (shape[: layout.start], shape[layout.stop :]))
+    blocks = kernel.reshape(before, -1, BLOCK_SIZE, after)
+    return blocks.transpose(1, 0, 3, 2).reshape(blocks.shape[1], before * after, BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("kind", block_quantization.KINDS)
