@@ -80,6 +80,7 @@ class _Unit:
         key: Hashable. Units of equal keys have equal updates.
         bits: `ElementBits` of the unit's bfloat16 states, or `None`.
         rounded: List of the states that the update rounds.
+        rounds_value: Boolean. Whether the update also rounds the value.
     """
 
     index: int
@@ -90,15 +91,18 @@ class _Unit:
     key: Hashable
     bits: ElementBits | None
     rounded: list
+    rounds_value: bool
 
     @classmethod
-    def create(cls, optimizer, index, parameter, states, group, bits):
+    def create(cls, optimizer, index, parameter, states, group, bits, rounds_value):
         """Return the unit of a parameter: a Keras variable or a `ParameterProxy`."""
         proxy = parameter
         variable = None
         if not isinstance(parameter, ParameterProxy):
             variable = parameter
             proxy = ParameterProxy(variable, variable.shape, variable.constraint)
+        if rounds_value:
+            proxy.dtype = tf.float32
         key = (
             variable is None,
             group,
@@ -115,7 +119,7 @@ class _Unit:
         if bits is not None:
             rounded = [state for name, state in states if is_rounded(name, state, parameter)]
         variables = [state for _, state in states]
-        return cls(index, proxy, variable, variables, group, key, bits, rounded)
+        return cls(index, proxy, variable, variables, group, key, bits, rounded, rounds_value)
 
     def value(self, passed_values):
         """Return the `tf.Variable` of the value, or the next item of an iterator."""
@@ -127,7 +131,8 @@ class _Unit:
 
     def numbers(self):
         """Return the numbers of `bits`, a list of at most one tensor."""
-        return [tf.constant(self.bits.numbers, "uint32")] if self.rounded else []
+        is_used = self.rounded or self.rounds_value
+        return [tf.constant(self.bits.numbers, "uint32")] if is_used else []
 
 
 class GroupedUpdate:
@@ -160,10 +165,14 @@ class GroupedUpdate:
         self._scalars = []
         self._functions = {}
         self._rounding = rounding
-        bits = [None] * len(parameters) if rounding is None else rounding.bits
+        bits = [None] * len(parameters)
+        rounds_values = [False] * len(parameters)
+        if rounding is not None:
+            bits = rounding.bits
+            rounds_values = rounding.rounds_values
         self._units = [
             _Unit.create(optimizer, index, *arguments)
-            for index, arguments in enumerate(zip(parameters, states, groups, bits))
+            for index, arguments in enumerate(zip(parameters, states, groups, bits, rounds_values))
         ]
         by_device = {}
         for unit in self._units:
@@ -253,18 +262,27 @@ class GroupedUpdate:
             A tuple: the new values of the `ParameterProxy`s, and a scalar that is computed last.
         """
         for unit, value in zip(units, values):
-            unit.proxy.bind(value)
+            unit.proxy.bind(tf.cast(value, "float32") if unit.rounds_value else value)
         bits = {}
         for unit, unit_numbers in zip(units, numbers):
+            rounded = [*unit.rounded, unit] if unit.rounds_value else unit.rounded
             for tensor in unit_numbers:
-                halves = unit.bits.halves(tensor, scalars[-1], len(unit.rounded))
-                bits.update(zip(map(id, unit.rounded), halves))
+                halves = unit.bits.halves(tensor, scalars[-1], len(rounded))
+                bits.update(zip(map(id, rounded), halves))
         rows = list(zip(units, gradients, states))
         for group in dict.fromkeys(unit.group for unit in units):
             group_rows = [row for row in rows if row[0].group == group]
             self._update_group(group, group_rows, scalars, bits)
-        new_values = [unit.proxy.unbind() for unit in units]
-        return [x for x in new_values if not isinstance(x, tf.Variable)], tf.zeros([])
+        new_values = []
+        for unit, variable in zip(units, values):
+            value = unit.proxy.unbind()
+            if unit.rounds_value:
+                value = round_to_bfloat16(value, bits[id(unit)])
+                if unit.variable is not None:
+                    value = variable.assign(value)
+            if unit.variable is None:
+                new_values.append(value)
+        return new_values, tf.zeros([])
 
     def _update_group(self, group, rows, scalars, bits):
         """Update the units of an `UpdateGroup`, given as `(unit, gradient, states)` tuples.
