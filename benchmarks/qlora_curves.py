@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import pathlib
 import tempfile
 
@@ -87,7 +88,12 @@ def main():
     arguments = parser.parse_args()
     keras.utils.set_random_seed(0)
     vocab_size, english, french = make_batches()
-    report = {"date": str(datetime.date.today()), "arguments": vars(arguments), "cases": {}}
+    report = {
+        "machine": f"{os.cpu_count()} CPU cores",
+        "date": str(datetime.date.today()),
+        "arguments": vars(arguments),
+        "cases": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder) / "base"
         network = CausalLM(vocab_size, **LLAMA)

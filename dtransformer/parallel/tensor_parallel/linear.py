@@ -247,7 +247,9 @@ def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
 def _rows(x, kernel, axes):
     """Return the product without a low-rank adapter. See `row_parallel`."""
     if is_quantized(kernel):
-        return multiply_dequantized(lambda xs, values: [_rows(*xs, *values, axes)], [x], [kernel])[0]
+        return multiply_dequantized(lambda xs, values: [_rows(*xs, *values, axes)], [x], [kernel])[
+            0
+        ]
     if not trace.is_on_mesh():
         return matmul(x, kernel, len(axes))
 

@@ -126,7 +126,9 @@ class ShardedOptimizer:
                 creating_states = states_in_dtype(self._optimizer, self._state_dtype)
             with creating_states:
                 optimizer.build(parameters)
-        elif self._state_dtype == "bfloat16" and all(v.dtype != "bfloat16" for v in optimizer.variables):
+        elif self._state_dtype == "bfloat16" and all(
+            v.dtype != "bfloat16" for v in optimizer.variables
+        ):
             raise ValueError(
                 f"{type(self._optimizer).__name__} was built before compile, without the bfloat16 "
                 "states of optimizer_state_dtype. Pass an optimizer that is not built."
