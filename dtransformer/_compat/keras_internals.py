@@ -41,7 +41,7 @@ def autocast(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
 
 
 def autocast_to(dtype: str | None) -> contextlib.AbstractContextManager:
-    """Return a context manager that reads variables in a dtype, or with `None` in their own dtype.
+    """Return a context manager that reads variables in a dtype. `None` selects their storage dtype.
 
     Recomputation reads them before the layer casts them. Unnecessary if the autocast dtype were
     public.

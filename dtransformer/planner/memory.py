@@ -177,7 +177,8 @@ def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, aliv
         )
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
     rows = b * model.num_predictions / layouts.context
-    elements = np.minimum(rows * model.config.vocab_size / t, MAX_LOGIT_BYTES / 4)  # In chunks.
+    # The loss computes large logits in chunks.
+    elements = np.minimum(rows * model.config.vocab_size / t, MAX_LOGIT_BYTES / 4)
     logits = stage.has_head * elements * (item_bytes + 2 * 4)
     totals["logits"] = (
         logits + stage.has_embedding * alive * b * s * model.config.hidden_size * item_bytes

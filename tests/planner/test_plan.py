@@ -15,11 +15,11 @@ import yaml
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.errors import InputError
+from dtransformer.limits import MAX_LOGIT_BYTES
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.placement import Placement
-from dtransformer.limits import MAX_LOGIT_BYTES
 from dtransformer.planner import (
     Cluster,
     Job,

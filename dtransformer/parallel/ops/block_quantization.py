@@ -173,7 +173,7 @@ class BlockLayout:
         return dataclasses.replace(self, shape=tuple(shape))
 
     def join_blocks(self, *block: int) -> tuple[int, ...]:
-        """Return a shape with block dimensions in place of the dimensions of blocks."""
+        """Return the kernel's shape with block dimensions instead of the dimensions of blocks."""
         return self._join(self.shape, block, (self._last(self.shape),))
 
     def _last(self, values):
