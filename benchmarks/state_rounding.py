@@ -4,12 +4,14 @@
 
 Two trainers start from equal weights in one process and take turns. `seconds` are the medians of a
 step. `ratios` are the speeds with bfloat16 states, whose updates are rounded stochastically, relative to
-float32 states. `state_bytes` are the bytes of the optimizer's states.
+float32 states. `cpu_seconds` and `cpu_ratio` are medians of processor time, which depends less on other
+programs. `state_bytes` are the bytes of the optimizer's states.
 """
 
 import argparse
 import json
 import statistics
+import time
 
 import keras
 import numpy as np
@@ -34,6 +36,7 @@ class Contestant(TimedTrainer):
 
     def __init__(self, dtype, arguments):
         self.config = {"optimizer_state_dtype": dtype}
+        self.cpu_seconds = []
         keras.utils.set_random_seed(0)
         network = CausalLM(
             arguments.vocab_size,
@@ -52,8 +55,10 @@ class Contestant(TimedTrainer):
 
     def step(self):
         """Train on the batch with the config."""
+        start = time.process_time()
         with parallel_config(**self.config):
             super().step()
+        self.cpu_seconds.append(time.process_time() - start)
 
 
 def main():
@@ -69,9 +74,14 @@ def main():
     contestants = {dtype: Contestant(dtype, arguments) for dtype in DTYPES}
     for contestant in contestants.values():
         contestant.warm_up()
+        contestant.cpu_seconds.clear()
     take_turns(list(contestants.values()), arguments.rounds)
     states = {
         dtype: sum(x.numpy().nbytes for x in contestant.trainer.optimizer.variables)
+        for dtype, contestant in contestants.items()
+    }
+    cpu_seconds = {
+        dtype: round(statistics.median(contestant.cpu_seconds), 3)
         for dtype, contestant in contestants.items()
     }
     report = {
@@ -82,6 +92,8 @@ def main():
             dtype: round(statistics.median(contestant.seconds), 3)
             for dtype, contestant in contestants.items()
         },
+        "cpu_seconds": cpu_seconds,
+        "cpu_ratio": round(cpu_seconds["float32"] / cpu_seconds["bfloat16"], 3),
         **compare_steps(*contestants.values()),
     }
     print(json.dumps(report))
