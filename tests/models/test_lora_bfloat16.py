@@ -15,7 +15,7 @@ from tests.on_mesh import on_mesh, start
 from tests.shared_runs import parametrize_runs
 
 STEPS = 10
-SMALL = {**LLAMA, "num_layers": 1}
+SMALL = {**LLAMA, "num_layers": 1, "num_kv_heads": 2}
 FORMS = [{}, {"kind": "dora", "dropout": 0.1}]
 
 
