@@ -218,7 +218,7 @@ def test_step_does_not_compute_all_logits_of_the_teacher():
     student.build()
     teacher.build()
 
-    @tf.function
+    @tf.function(autograph=False)
     def compute(inputs, labels):
         with tf.GradientTape() as tape:
             logits = student(inputs, training=True)
