@@ -102,7 +102,7 @@ class _Unit:
             variable = parameter
             proxy = ParameterProxy(variable, variable.shape, variable.constraint)
         if rounds_value:
-            proxy.dtype = tf.float32
+            proxy.compute_in(tf.float32)
         key = (
             variable is None,
             group,

@@ -67,6 +67,10 @@ class ParameterProxy:
         """Number of dimensions."""
         return self.shape.rank
 
+    def compute_in(self, dtype):
+        """Set the `tf.DType` of the values in updates."""
+        self.dtype = dtype
+
     def bind(self, value):
         """Set the value: a tensor of `shape`, or a variable to assign updates to."""
         self._value = value
