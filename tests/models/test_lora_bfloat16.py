@@ -14,6 +14,7 @@ from tests.models.test_lora import LLAMA, get_logits
 from tests.on_mesh import on_mesh, start
 from tests.shared_runs import parametrize_runs
 
+TASKS = {}  # Multi-rank runs of this file.
 STEPS = 10
 SMALL = {**LLAMA, "num_layers": 1, "num_kv_heads": 2}
 FORMS = [{}, {"kind": "dora", "dropout": 0.1}]
@@ -150,7 +151,7 @@ def losses_on_ranks(folder, layout):
     return {"losses": losses}
 
 
-TASKS = {"losses_on_ranks": losses_on_ranks}
+TASKS["losses_on_ranks"] = losses_on_ranks
 TASK = "tests.models.test_lora_bfloat16:losses_on_ranks"
 RUNS = [f"{TASK}/{x}" for x in ("dp2@2x1+shard1", "dp2@2x1+shard3", "pp2m2-1f1b@2x1")]
 
