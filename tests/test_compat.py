@@ -230,7 +230,7 @@ def test_in_symbolic_scope():
 def test_autocast():
     def dtypes(layer):
         cast = _compat.autocast(layer.weight, tf.zeros([2]))
-        with _compat.without_autocast():
+        with _compat.autocast_to(None):
             return cast.dtype, tf.convert_to_tensor(layer.weight.value).dtype
 
     layer = Probe(dtypes, dtype="mixed_bfloat16")

@@ -28,6 +28,7 @@ def draw_all():
     speed()
     planner_error()
     curves()
+    qlora()
 
 
 def timelines():
@@ -213,3 +214,20 @@ def curves():
     label = f"step (on {report['machine']}, {report['date']})"
     figure.supxlabel(label, size=11, color=INK)
     save(figure, "curves")
+
+
+def qlora():
+    """Draw the losses of LoRA and of QLoRA in both formats, from results/qlora.json."""
+    report = json.loads((RESULTS / "qlora.json").read_text("utf-8"))
+    styles = [(PEER_COLOR, 6), (BLUE, 1.5), (INK, 1.2)]
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.2), constrained_layout=True)
+    for (name, case), (color, width) in zip(report["cases"].items(), styles, strict=True):
+        label = f"{name}: kernels of {case['kernel_bytes'] / 2**20:.2f} MiB"
+        steps = range(1, len(case["losses"]) + 1)
+        axes.plot(steps, case["losses"], color=color, linewidth=width, label=label)
+    axes.set_xlim(1, len(steps))
+    axes.set_xticks([1, *steps[4::5]])
+    axes.set_xlabel(f"step (on {report['machine']}, {report['date']})")
+    axes.set_ylabel("loss")
+    axes.legend()
+    save(figure, "qlora")

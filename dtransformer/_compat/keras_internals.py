@@ -40,13 +40,13 @@ def autocast(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
     return variable._maybe_autocast(value)
 
 
-def without_autocast() -> contextlib.AbstractContextManager:
-    """Return a context manager that reads variables in their storage dtype.
+def autocast_to(dtype: str | None) -> contextlib.AbstractContextManager:
+    """Return a context manager that reads variables in a dtype. `None` selects their storage dtype.
 
     Recomputation reads them before the layer casts them. Unnecessary if the autocast dtype were
     public.
     """
-    return AutocastScope(None)
+    return AutocastScope(dtype)
 
 
 def autocast_scope(layer: keras.layers.Layer) -> contextlib.AbstractContextManager:
@@ -55,7 +55,7 @@ def autocast_scope(layer: keras.layers.Layer) -> contextlib.AbstractContextManag
     Unnecessary if the scope that `keras.layers.Layer.__call__` opens were public.
     """
     casts = layer.autocast and tf.as_dtype(layer.compute_dtype).is_floating
-    return AutocastScope(layer.compute_dtype if casts else None)
+    return autocast_to(layer.compute_dtype if casts else None)
 
 
 def variable_key(variable: tf.Variable) -> str:

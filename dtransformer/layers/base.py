@@ -141,6 +141,7 @@ class Layer(SettingsMixin, LowRankMixin):
         aggregation: str = "none",
         overwrite_with_gradient: bool = False,
         num_inputs: int | None = None,
+        num_stacked: int = 0,
         true_shape: tuple[int, ...] | None = None,
     ) -> keras.Variable:
         """Add a weight.
@@ -154,6 +155,8 @@ class Layer(SettingsMixin, LowRankMixin):
                 overwrite_with_gradient: See `keras.layers.Layer.add_weight`.
             num_inputs: Integer. Number of leading dimensions that a product sums over, for kernels
                 of `parallel.tensor_parallel`. Defaults to `None`, for all other weights.
+            num_stacked: Integer. Number of dimensions before these, such as 1 for the stacked
+                kernels of experts. Stacked kernels cannot have adapters. Defaults to `0`.
             true_shape: Shape without padding, which checkpoints store. Defaults to `shape`.
 
         Returns:
@@ -170,8 +173,11 @@ class Layer(SettingsMixin, LowRankMixin):
             path = f"{_compat.current_path()}/{name}"
             initializer = with_derived_seed(keras.initializers.get(initializer), path)
             if num_inputs is not None and (kind := self.select_format(name, path)) is not None:
-                layout = BlockLayout.from_kernel(kind, shape, num_inputs, axes, path)
-                return self.add_quantized(layout, initializer, name, path, axes, true_shape)
+                layout = BlockLayout.from_kernel(kind, shape, num_inputs, axes, path, num_stacked)
+                kernel = self.add_quantized(layout, initializer, name, path, axes, true_shape)
+                if not num_stacked:
+                    kernel.num_inputs = num_inputs
+                return kernel
             weight = make_variable(
                 initializer,
                 shape=shape,
@@ -192,7 +198,7 @@ class Layer(SettingsMixin, LowRankMixin):
         weight.logical_axes = axes
         if true_shape is not None:
             weight.true_shape = true_shape
-        if num_inputs is not None:
+        if num_inputs is not None and not num_stacked:
             weight.num_inputs = num_inputs
         return weight
 

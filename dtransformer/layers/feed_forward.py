@@ -118,7 +118,8 @@ class FeedForward(StreamLayer):
                 initializer,
                 axes=(*expert_axes, axis, new_axis),
                 name=f"{name}_kernel",
-                num_inputs=None if experts else 1,
+                num_inputs=1,
+                num_stacked=len(experts),
             )
             setattr(self, f"{name}_kernel", kernel)
             if self.use_bias:

@@ -28,7 +28,13 @@ class LowRankMixin(QuantizedMixin):
     low_rank = types.MappingProxyType({})
 
     def add_low_rank(
-        self, name: str, rank: int, alpha: float, dropout: float = 0.0, kind: str = "lora"
+        self,
+        name: str,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        kind: str = "lora",
+        dtype: str = "float32",
     ) -> None:
         """Add a low-rank adapter to a kernel of this layer.
 
@@ -42,12 +48,12 @@ class LowRankMixin(QuantizedMixin):
             alpha: Float. α: the product of the factors is multiplied by α / r.
             dropout: Float. Fraction of the adapter's inputs to drop in training. Defaults to `0.0`.
             kind: `"lora"`, or `"dora"`, which also learns magnitudes. Defaults to `"lora"`.
+            dtype: `"float32"` or `"bfloat16"`, the type of the factors. Defaults to `"float32"`.
         """
-        options = {"rank": rank, "alpha": alpha}
-        if dropout:
-            options["dropout"] = dropout
-        if kind != "lora":
-            options["kind"] = kind
+        defaults = {"dropout": 0.0, "kind": "lora", "dtype": "float32"}
+        options = {"dropout": dropout, "kind": kind, "dtype": dtype}
+        options = {key: value for key, value in options.items() if value != defaults[key]}
+        options = {"rank": rank, "alpha": alpha, **options}
         self.low_rank = {**self.low_rank, name: options}
         _compat.unlock_layer(self)
         self.add_factors()
@@ -72,17 +78,20 @@ class LowRankMixin(QuantizedMixin):
         axes = kernel.logical_axes
         shape = tuple(kernel.shape)
         true_shape = tuple(getattr(kernel, "true_shape", shape))
+        dtype = adapter.get("dtype", "float32")
 
         def add(suffix, initializer, shape_of, **options):
-            return self.add_weight(
+            factor = self.add_weight(
                 shape_of(shape, rank),
                 initializer,
                 axes=shape_of(axes, None),
                 true_shape=shape_of(true_shape, rank),
                 name=f"{kernel.name}_lora_{suffix}",
-                dtype="float32",
+                dtype=dtype,
                 **options,
             )
+            factor.rounds_updates = dtype == "bfloat16"
+            return factor
 
         uniform = keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform")
         a = add("a", FlattenedInitializer(uniform, num_inputs), lambda x, r: (*x[:num_inputs], r))

@@ -17,6 +17,10 @@ from dtransformer.parallel.expert_parallel.dispatch import apply_experts
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
+from dtransformer.parallel.tensor_parallel.quantized_kernel import (
+    is_quantized,
+    multiply_dequantized,
+)
 from dtransformer.parallel.tracing.auxiliary_metrics import report
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -195,15 +199,22 @@ class MoE(FeedForward):
         Returns:
             A list of tensors of the same shapes.
         """
-        xs = products.column_parallel(tokens, self.mapping_kernel)
+        xs = _multiply(products.column_parallel, tokens, self.mapping_kernel)
         if self.use_bias:
             xs = products.add_bias(xs, self.mapping_bias)
         if self.gated:
-            gates = products.column_parallel(tokens, self.gate_kernel)
+            gates = _multiply(products.column_parallel, tokens, self.gate_kernel)
             if self.use_bias:
                 gates = products.add_bias(gates, self.gate_bias)
             xs = [gated_product(self.activation, gate, x) for gate, x in zip(gates, xs)]
         else:
             xs = [self.activation(x) for x in xs]
-        ys = products.row_parallel(xs, self.projection_kernel)
+        ys = _multiply(products.row_parallel, xs, self.projection_kernel)
         return products.add_bias(ys, self.projection_bias) if self.use_bias else ys
+
+
+def _multiply(multiply, xs, kernel):
+    """Return `multiply(xs, kernel)` for a variable or a `QuantizedKernel`."""
+    if not is_quantized(kernel):
+        return multiply(xs, kernel)
+    return multiply_dequantized(lambda xs, values: multiply(xs, *values), xs, [kernel])

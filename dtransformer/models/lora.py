@@ -19,7 +19,7 @@ from dtransformer.layers.low_rank import LowRankMixin
 from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in, weights_by_path
 from dtransformer.parallel.collectives.objects import all_gather_json, call_on_all
-from dtransformer.parallel.ops.low_rank import KINDS, get_low_rank
+from dtransformer.parallel.ops.low_rank import DTYPES, KINDS, get_low_rank
 from dtransformer.parallel.tensor_parallel.quantized_kernel import QuantizedKernel, is_quantized
 
 
@@ -31,15 +31,16 @@ def add_lora(
     freeze_others: bool = True,
     dropout: float = 0.0,
     kind: str = "lora",
+    dtype: str = "float32",
 ) -> list[str]:
     """Add low-rank adapters to kernels and freeze all other weights.
 
     A product with kernel W becomes x · W + α/r · (x · A) · B. The factor A [inputs, r] is
     drawn from U(−1/√inputs, 1/√inputs) with the job's seed and the kernel's path, and B
-    [r, outputs] is zero, so the outputs do not change at first. The factors are float32
-    weights of the kernel's layer, `KERNEL_lora_a` and `KERNEL_lora_b`. They are sharded like
-    the kernel; the rank dimension is replicated. Call it on all ranks, after the kernels are
-    loaded and before `compile`.
+    [r, outputs] is zero, so the outputs do not change at first. The factors are weights of the
+    kernel's layer, `KERNEL_lora_a` and `KERNEL_lora_b`. They are sharded like the kernel; the
+    rank dimension is replicated. Call it on all ranks, after the kernels are loaded and before
+    `compile`.
 
     `kind="dora"` also multiplies each output by m / ‖W + α/r · A · B‖. The magnitudes m,
     `KERNEL_lora_m` [*outputs], start as ‖W‖, and gradients treat the norm as a constant. Each
@@ -59,6 +60,8 @@ def add_lora(
             difference that magnitudes make is also computed from the reduced inputs, as in
             the `peft` package.
         kind: `"lora"` or `"dora"`.
+        dtype: `"float32"` or `"bfloat16"`, the type of the factors. Updates of bfloat16 factors
+            are computed in float32 and rounded stochastically.
 
     Returns:
         A list of the kernels' paths, on all stages of a pipeline.
@@ -66,8 +69,8 @@ def add_lora(
     Raises:
         TypeError: If `rank` is not an integer, or `dropout` is not a number.
         ValueError: If a pattern matches no weight, or matches a weight that is not a kernel
-            or already has an adapter; or if `rank`, `alpha`, `dropout` or `kind` is out of
-            range.
+            or already has an adapter; or if `rank`, `alpha`, `dropout`, `kind` or `dtype` is
+            out of range.
 
     Example:
 
@@ -89,6 +92,7 @@ def add_lora(
         "alpha": alpha,
         "dropout": check_rate("dropout", dropout),
         "kind": kind,
+        "dtype": dtype,
     }
     paths = matching_paths(network, targets)
     add_adapters(network, dict.fromkeys(paths, settings), freeze_others)
@@ -105,13 +109,19 @@ def add_adapters(network: keras.Model, settings: Mapping[str, dict], freeze_othe
         freeze_others: Boolean. Whether to freeze all weights except adapters.
 
     Raises:
-        ValueError: If a path is not a kernel, or its kernel already has an adapter.
+        ValueError: If a path is not a kernel, its kernel already has an adapter, or a dtype is
+            unknown.
     """
     layers = {path_in(network, layer): layer for layer in _layers(network)}
     kernels = weights_by_path(network)
 
     def check():
-        for path in settings:
+        for path, options in settings.items():
+            dtype = options.get("dtype", "float32")
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f"The `dtype` of adapters must be one of {', '.join(DTYPES)}, got {dtype!r}."
+                )
             layer = layers.get(path.rpartition("/")[0])
             kernel = kernels.get(path)
             if layer is None or (kernel is not None and not hasattr(kernel, "num_inputs")):

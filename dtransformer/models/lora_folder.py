@@ -117,7 +117,10 @@ def save_lora(
 
 
 def load_lora(
-    network: TokenModel, folder: str | os.PathLike, freeze_others: bool = True
+    network: TokenModel,
+    folder: str | os.PathLike,
+    freeze_others: bool = True,
+    dtype: str = "float32",
 ) -> list[str]:
     """Add the adapters in a folder of `save_lora` or the `peft` package to a network.
 
@@ -128,6 +131,8 @@ def load_lora(
         network: Built network that the adapters were trained with, in any layout.
         folder: Folder with the adapters.
         freeze_others: Boolean. Whether to freeze all weights except adapters.
+        dtype: `"float32"` or `"bfloat16"`, the type of new adapters. The type in the folder does
+            not matter. See `add_lora`.
 
     Returns:
         A list of the kernels' paths, without the network's name.
@@ -139,7 +144,11 @@ def load_lora(
     folder = pathlib.Path(folder)
     kernels, arrays = call_on_all(lambda: _read(network, folder), "lora/read")
     present = get_adapters(network)
-    new_kernels = {path: settings for path, settings in kernels.items() if path not in present}
+    new_kernels = {
+        path: {**settings, "dtype": dtype}
+        for path, settings in kernels.items()
+        if path not in present
+    }
 
     def check():
         for path, current in present.items():

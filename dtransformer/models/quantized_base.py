@@ -24,8 +24,8 @@ def quantize(kind: str = "nf4", targets: str | Iterable[str] = "*_kernel") -> It
     Args:
         kind: `"nf4"` or `"int8"`. Defaults to `"nf4"`.
         targets: String or iterable of strings. Patterns of kernel paths without the network's
-            name; see `freeze`. Kernels of attention, feed-forward layers and `Linear` qualify, but
-            not kernels of experts. Defaults to `"*_kernel"`, all such kernels of the blocks.
+            name; see `freeze`. Kernels of attention, feed-forward layers, experts and `Linear`
+            qualify. Defaults to `"*_kernel"`, all kernels of the blocks.
 
     Raises:
         ValueError: If `kind` is unknown, a kernel does not consist of full blocks, or `targets`

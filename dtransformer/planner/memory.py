@@ -162,7 +162,11 @@ def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, aliv
         dense_parameters = dense_parameters - expert_parameters
         dense = state_bytes(dense_parameters, num_shards, layouts.level, *sizes, accumulates)
         expert_shards = num_shards / expert_parallel
-        experts = state_bytes(expert_parameters, expert_shards, layouts.level, *sizes, accumulates)
+        is_quantized = model.base_dtype is not None and not is_trained
+        expert_sizes = (quantized_bytes, 0, 0) if is_quantized else sizes
+        experts = state_bytes(
+            expert_parameters, expert_shards, layouts.level, *expert_sizes, accumulates
+        )
         for kind, x, y in zip(totals, dense, experts):
             totals[kind] = totals[kind] + x + y
     if not model.adapter_rank:
@@ -173,19 +177,27 @@ def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, aliv
         )
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
     rows = b * model.num_predictions / layouts.context
-    elements = logit_elements(rows * model.config.vocab_size / t, layouts)
+    # The loss computes large logits in chunks.
+    elements = np.minimum(rows * model.config.vocab_size / t, MAX_LOGIT_BYTES / 4)
     logits = stage.has_head * elements * (item_bytes + 2 * 4)
     totals["logits"] = (
         logits + stage.has_embedding * alive * b * s * model.config.hidden_size * item_bytes
     )
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # The current block and the prefetched next one.
-    largest_quantized = max(model.quantized_parameters(kind) for kind in model.kinds) / t
-    unsharded -= 2 * largest_quantized * (item_bytes - quantized_bytes)
     dequantized = 0.0
-    if model.base_dtype is not None:  # The first products of a feed-forward layer, in float32.
-        kernels = (1 + model.gated) * model.config.hidden_size * model.config.ffn_hidden_size
-        dequantized = kernels * (4 + item_bytes) / t
+    if model.base_dtype is not None:
+        largest_quantized = max(
+            model.quantized_parameters(kind) + model.experts_parameters(kind)
+            for kind in model.kinds
+        )
+        unsharded -= 2 * largest_quantized / t * (item_bytes - quantized_bytes)
+        for kind in model.kinds:  # The largest product of a feed-forward layer, in float32.
+            num_kernels = 1 + model.gated
+            if kind.has_experts:
+                num_kernels = model.experts.expert_num / layouts.expert
+            kernels = num_kernels * model.config.hidden_size * model.inner_size(kind)
+            dequantized = np.maximum(dequantized, kernels * (4 + item_bytes) / t)
     bucket = np.where(num_shards > 1, trained / 4 * np.minimum(gradients, 4), 0)
     # Pipelines reduce the gradients of all weights of a chunk together.
     reduces_chunks = (layouts.reduces > 0) & (layouts.stage > 1)
@@ -195,19 +207,6 @@ def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, aliv
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )
     return totals
-
-
-def logit_elements(elements, layouts: Layouts):
-    """Return the number of logits that a device computes together, as an array [N].
-
-    Context parallelism and ZeRO level 3 compute the logits of all tokens together.
-
-    Args:
-        elements: Number of logits of a micro-batch on a device.
-        layouts: The `Layouts`.
-    """
-    is_chunked = (layouts.context == 1) & (layouts.level < 3)
-    return np.where(is_chunked, np.minimum(elements, MAX_LOGIT_BYTES / 4), elements)
 
 
 def stage_expert_parameters(

@@ -70,8 +70,8 @@ class ModelShape:
             "gate", "projection" and "head". Multi-head latent attention uses the names of
             `Latent.kernels`.
         adapter_kind: "lora", or "dora" for adapters with a magnitude per output.
-        base_dtype: "nf4" or "int8" if the kernels of the blocks, except for experts, are stored in
-            this format under adapters. `None` for the dtype of the other weights.
+        base_dtype: "nf4" or "int8" if the kernels of the blocks are stored in this format under
+            adapters. `None` for the dtype of the other weights.
         teacher: `ModelShape` of a frozen network that computes logits for the same sequences in every
             step. `None` without distillation.
 
@@ -241,10 +241,14 @@ class ModelShape:
         return (3 if self.gated else 2) * self.config.hidden_size * self.inner_size(kind)
 
     def quantized_parameters(self, kind: BlockKind) -> int:
-        """Return the number of parameters of a block in the format `base_dtype`, or 0."""
+        """Return the number of parameters of a block in the format `base_dtype`, or 0.
+
+        Kernels of routed experts also have this format, but do not count; see `experts_parameters`.
+        """
         if self.base_dtype is None:
             return 0
-        dense = 0 if kind.has_experts else self.expert_parameters(kind)
+        num_dense = self.experts.shared_experts if kind.has_experts else 1
+        dense = num_dense * self.expert_parameters(kind)
         return len(kind.attended) * self.attention_parameters() + dense
 
     def experts_parameters(self, kind: BlockKind) -> int:

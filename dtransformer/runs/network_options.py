@@ -61,6 +61,7 @@ class AdapterOptions:
     kind: Literal["lora", "dora"] = "lora"  # lora or dora, which also trains magnitudes
     dropout: Rate = 0.0  # Dropout of the factors' inputs
     rslora: bool = False  # Use alpha / √rank instead of alpha / rank
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Type of the factors
     base_dtype: Literal["nf4", "int8"] | None = None  # Format of frozen kernels (QLoRA)
     base_targets: Name | list[Name] = "*_kernel"  # Path patterns of kernels in base_dtype
 

@@ -228,6 +228,7 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
                 adapters.targets,
                 dropout=adapters.dropout,
                 kind=adapters.kind,
+                dtype=adapters.dtype,
             )
             if always is not None:
                 unfreeze(network, always)

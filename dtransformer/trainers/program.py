@@ -211,7 +211,7 @@ class Program:
                 "A trainer on a mesh or in a pipeline cannot be called with `training=True`. Use "
                 "`fit` or `train_on_batch` to train, or call it with `training=False`."
             )
-        with _compat.without_autocast():  # The layers cast, as in `predict`.
+        with _compat.autocast_to(None):  # The layers cast, as in `predict`.
             return without_padding(self.engine.predict(inputs), self._network)
 
     def predictor(self, first, sharding):

@@ -15,6 +15,7 @@ import tensorflow as tf
 import dtransformer
 from dtransformer import TransformerOpParallelConfig, parallel_config
 from dtransformer.errors import InputError
+from dtransformer.layers import moe
 from dtransformer.models import (
     CausalLM,
     EncoderDecoderLM,
@@ -46,6 +47,8 @@ KERNELS = {
     "rows": ((48, 128), 1, ("mlp", "embed")),
     "heads": ((64, 4, 24), 1, ("embed", "heads", "head_dim")),
     "output": ((4, 24, 192), 2, ("heads", "head_dim", "embed")),
+    "expert_columns": ((3, 128, 24), 1, ("expert", "embed", "mlp")),
+    "expert_rows": ((3, 24, 128), 1, ("expert", "mlp", "embed")),
 }
 IDS = np.random.default_rng(0).integers(1, 61, (8, 17)).astype("int32")
 STEPS = 20
@@ -53,7 +56,8 @@ GROUP_FEATURES = 4
 
 
 def make_layout(kind, name):
-    return BlockLayout.from_kernel(kind, *KERNELS[name], name)
+    num_stacked = int(name.startswith("expert"))
+    return BlockLayout.from_kernel(kind, *KERNELS[name], name, num_stacked)
 
 
 def random_kernel(shape):
@@ -108,9 +112,10 @@ def test_nf4_values_are_the_published_quantiles():
 
 def reference_blocks(layout, kernel):
     """Return the blocks [blocks, features, 64] of a kernel."""
-    matrix = kernel.reshape(np.prod(layout.shape[: layout.num_inputs]), -1)
-    matrix = matrix if layout.along_inputs else matrix.T
-    return matrix.reshape(-1, BLOCK_SIZE, matrix.shape[1]).swapaxes(1, 2)
+    shape = layout.shape
+    before, after = (int(np.prod(x)) for x in (shape[: layout.start], shape[layout.stop :]))
+    blocks = kernel.reshape(before, -1, BLOCK_SIZE, after)
+    return blocks.transpose(1, 0, 3, 2).reshape(blocks.shape[1], before * after, BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("kind", block_quantization.KINDS)
@@ -233,6 +238,83 @@ def test_meshes_give_the_losses_of_one_process():
         report = trainer.communication_report()
         for block, elements in report.formula.items():
             assert elements == report.summed_elements(block), block
+
+
+EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "expert_group_size": 16}
+ATTENTION = "*attention/*_kernel"
+
+
+def build_experts(kind=None, **moe_options):
+    """Return a Llama with experts, in a quantized format if `kind` is set, and adapted attention."""
+    network = build_network(kind, adapters=False, moe_config={**EXPERTS, **moe_options})
+    add_lora(network, rank=4, targets=ATTENTION)
+    return network
+
+
+@pytest.mark.parametrize("kind, tolerance", [("nf4", 0.015), ("int8", 0.005)])
+def test_kernels_of_experts_are_quantized(kind, tolerance):
+    expected, _ = train(build_experts(), 5)
+    network = build_experts(kind)
+    kernels = [x for x in get_quantized_kernels(network) if "feed_forward" in x.path]
+    assert {x.name for x in kernels} == {"mapping_kernel", "gate_kernel", "projection_kernel"}
+    assert all(kernel.shape[0] == 4 for kernel in kernels)
+    losses, _ = train(network, 5)
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=tolerance * expected[0])
+    assert not np.array_equal(losses, expected)
+
+
+def test_dequantized_experts_are_not_stored_until_the_backward_pass(monkeypatch):
+    layer = build_experts("nf4").blocks.blocks[0].feed_forward
+    spec = tf.TensorSpec([2, 16, 64])
+
+    def compute(inputs, constants, weights):
+        return [layer(inputs[0])], []
+
+    def saved_shapes():
+        passes = TwoPasses(compute, [tf.zeros(spec.shape)], [], [tf.zeros([])], [False])
+        run = tf.function(lambda x: passes.forward([x], [], [tf.zeros([])]))
+        _, saved = run.get_concrete_function(spec).structured_outputs
+        return {tuple(x.shape) for x in saved if x.shape.is_fully_defined()}
+
+    kernels = {(4, 64, 128), (64, 128), (4, 128, 64), (128, 64)}
+    assert not saved_shapes() & kernels
+    monkeypatch.setattr(moe, "is_quantized", lambda kernel: False)
+    assert saved_shapes() & kernels
+
+
+def test_experts_cannot_have_adapters():
+    network = build_network("nf4", adapters=False, moe_config=EXPERTS)
+    with pytest.raises(ValueError, match="mapping_kernel cannot have a low-rank adapter"):
+        add_lora(network, targets="*feed_forward/mapping_kernel")
+
+
+@on_mesh
+def test_quantized_experts_on_meshes_give_the_losses_of_one_process():
+    expected, _ = train(build_experts("nf4"), 5)
+    for fields in ({"data_parallel": 2, "model_parallel": 1, "expert_parallel": 2}, {}):
+        start(**fields)
+        losses, trainer = train(build_experts("nf4"), 5)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        specs = {row.path.split("/", 3)[-1]: row.sharded_over for row in trainer.plan().rows}
+        axis, expert_axis = ("model", None) if not fields else (None, "data")
+        assert specs["feed_forward/mapping_kernel_codes"] == (expert_axis, None, None, axis)
+        assert specs["feed_forward/projection_kernel_codes"] == (expert_axis, axis, None, None)
+
+
+def test_merged_and_saved_experts_have_equal_logits(tmp_path):
+    network = build_experts("nf4", dropless=True)
+    train(network, 2)
+    expected = get_logits(network)
+    merge_lora(network)
+    folder = save_pretrained(network, tmp_path / "model", "mixtral")
+    loaded = from_pretrained(folder)
+    np.testing.assert_allclose(get_logits(loaded), expected, rtol=0, atol=1e-5)
+    with quantize("nf4", "*feed_forward/*_kernel"):
+        quantized = from_pretrained(folder)
+    assert len(get_quantized_kernels(quantized)) == 6
+    # The saved kernels have values of the format, so only their maxima are rounded again.
+    np.testing.assert_allclose(get_logits(quantized), expected, rtol=0, atol=2e-2)
 
 
 def test_partial_selection_and_frozen_weights():

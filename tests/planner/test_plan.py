@@ -15,6 +15,7 @@ import yaml
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.errors import InputError
+from dtransformer.limits import MAX_LOGIT_BYTES
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.config.validators import check_supported
@@ -580,6 +581,35 @@ def test_quantized_kernels_reduce_the_memory_of_weights(level):
         get_model("llama3_8b", base_dtype="nf4")
     with pytest.raises(InputError, match="`base_dtype` must be one of nf4, int8, got 'fp4'"):
         get_model("llama3_8b", adapter_rank=8, base_dtype="fp4")
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("expert_parallel", [1, 8])
+def test_quantized_experts_have_the_bytes_of_their_format(level, expert_parallel):
+    config = TransformerOpParallelConfig(
+        micro_batch_num=8, optimizer_shard=level, expert_parallel=expert_parallel
+    )
+
+    def bytes_by_kind(kind):
+        model = get_model("mixtral_8x7b", adapter_rank=8, base_dtype=kind)
+        return cost(model, cluster(8), Job(64, "bfloat16"), config).bytes_by_kind
+
+    kernels = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024) / (8 if level == 3 else 1)
+    experts = 32 * 8 * 3 * 4096 * 14336 / (8 if level == 3 else expert_parallel)
+    saved = bytes_by_kind(None)["weights"] - bytes_by_kind("nf4")["weights"]
+    assert saved == pytest.approx((kernels + experts) * (2 - 0.516), rel=1e-3)
+    if level == 0:  # One kernel of the local experts, in float32 and in the type of products.
+        buffers = bytes_by_kind("nf4")["buffers"] - bytes_by_kind(None)["buffers"]
+        assert buffers == 8 / expert_parallel * 4096 * 14336 * (4 + 2)
+
+
+@pytest.mark.parametrize("fields", [{"context_parallel": 8}, {"optimizer_shard": 3}])
+def test_logits_have_the_size_of_a_chunk(fields):
+    config = TransformerOpParallelConfig(micro_batch_num=1, **fields)
+    model = get_model("llama3_8b", sequence_length=8192)
+    logits = cost(model, cluster(8), Job(8, "bfloat16"), config).bytes_by_kind["logits"]
+    tokens = 8192 * 8 / 8
+    assert logits == MAX_LOGIT_BYTES / 4 * (2 + 2 * 4) + tokens * 4096 * 2
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -16,10 +16,10 @@ from dtransformer.parallel.tensor_parallel import chunked_cross_entropy
 from dtransformer.reports.audit import needed_operations
 from dtransformer.trainers import Trainer
 from tests import on_mesh
-from tests.shared_runs import on_ranks, parametrize_runs
+from tests.peak_memory import peak_of_a_second_step
+from tests.shared_runs import on_ranks
 
 VOCAB_SIZE, ROWS, LENGTH = 103, 4, 18
-TASKS = {}  # Multi-rank runs of this file.
 UNTIED = {"tied_head": False, "head_bias": True}
 CAPPED = {"logits_soft_cap": 3.0, "logits_scale": 0.5}
 
@@ -108,9 +108,55 @@ def test_tied_head_on_data_and_model_axes_equals_all_logits():
         assert set(sizes) == {24}
 
 
-def check_on_ranks():
-    """Check 20 steps with a tied and an untied head against the loss from all logits."""
-    for options in ({"num_layers": 2}, {"num_layers": 2, **UNTIED}):
+@on_mesh.on_mesh
+def test_context_shards_compute_chunks_of_their_tokens():
+    with pytest.MonkeyPatch.context() as patch:
+        assert set(mesh_matches(patch, {}, model_parallel=1, context_parallel=2)) == {24}
+
+
+@on_mesh.on_mesh
+def test_weights_sharded_on_a_mesh_equal_all_logits():
+    layout = {"data_parallel": 2, "optimizer_shard": 3, "parallel_optimizer_threshold": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        assert set(mesh_matches(patch, **layout)) == {24}
+
+
+def check_peak_of_a_mesh(**layout):
+    """Check that the temporary memory of a step is smaller than all logits, but only with chunks."""
+    on_mesh.start(model_parallel=1, **layout)
+    vocab_size = 20000
+    shape = ROWS, 128
+    inputs = np.random.default_rng(0).integers(4, vocab_size, shape, "int32")
+    logits_bytes = 4 * inputs.size * vocab_size
+
+    def peak(chunk_tokens):
+        network = CausalLM(vocab_size, hidden_size=16, num_heads=2, num_layers=1, tied_head=False)
+        trainer = Trainer(network)
+        trainer.compile("sgd", CrossEntropyLoss(chunk_tokens=chunk_tokens))
+
+        def step():
+            # DTensor is asynchronous. Reading the loss waits for the step.
+            float(trainer.train_on_batch(inputs, inputs, return_dict=True)["step_loss"])
+
+        return peak_of_a_second_step(step)
+
+    assert peak(32) < logits_bytes < peak(None)
+
+
+@on_mesh.on_mesh
+def test_context_shards_never_store_all_logits():
+    check_peak_of_a_mesh(context_parallel=2)
+
+
+@on_mesh.on_mesh
+def test_sharded_weights_on_a_mesh_never_store_all_logits():
+    check_peak_of_a_mesh(data_parallel=2, optimizer_shard=3, parallel_optimizer_threshold=0)
+
+
+def check_on_ranks(*heads):
+    """Check 20 steps with each kind of head against the loss from all logits."""
+    for head in heads:
+        options = {"num_layers": 2, **head}
         expected = train(None, steps=20, **options)
         with pytest.MonkeyPatch.context() as patch:
             sizes = record_chunks(patch)
@@ -123,40 +169,31 @@ def check_on_ranks():
 @pytest.mark.long
 @on_ranks("dp2@2x1+shard2")
 def test_losses_on_data_ranks_equal_the_loss_from_all_logits():
-    check_on_ranks()
+    check_on_ranks({}, UNTIED)
 
 
 @pytest.mark.long
 @on_ranks("pp2m2-1f1b@2x1")
 def test_losses_in_a_pipeline_equal_the_loss_from_all_logits():
-    check_on_ranks()
+    check_on_ranks({}, UNTIED)
 
 
-def losses_in_chunks(folder, layout):
-    """Return the losses of 20 steps with chunks, and the sizes of the chunks."""
-    with pytest.MonkeyPatch.context() as patch:
-        sizes = record_chunks(patch)
-        losses = {
-            name: train(6, steps=20, num_layers=2, **options)[0][:, 0]
-            for name, options in (("tied", {}), ("untied", UNTIED))
-        }
-    return {**losses, "sizes": np.array(sizes)}
+@pytest.mark.long
+@on_ranks("dp2@2x1+shard3")
+def test_losses_of_gathered_heads_equal_the_loss_from_all_logits():
+    check_on_ranks(UNTIED)
 
 
-TASKS[losses_in_chunks.__name__] = losses_in_chunks
-IN_CHUNKS = "tests.trainers.test_chunked_loss:losses_in_chunks"
-# Training steps of these layouts compute all logits together: weights are all-gathered, or sequences are
-# sharded.
-RUNS = [f"{IN_CHUNKS}/{name}" for name in ("dp2@2x1+shard3", "cp2@2x1")]
+@pytest.mark.long
+@on_ranks("cp2@2x1")
+def test_losses_of_sharded_sequences_equal_the_loss_from_all_logits():
+    check_on_ranks(UNTIED)
 
 
-@parametrize_runs(RUNS, RUNS, lambda run: [f"{IN_CHUNKS}/alone@1x1"])
-def test_losses_of_sharded_heads_and_sequences_equal_one_process_with_chunks(run, rank_results):
-    (expected,) = rank_results(f"{IN_CHUNKS}/alone@1x1")
-    assert set(expected["sizes"].ravel()) == {6}
-    for rank in rank_results(run):
-        for name in ("tied", "untied"):
-            np.testing.assert_allclose(rank[name], expected[name], rtol=1e-5)
+@pytest.mark.long
+@on_ranks("dp2pp2m2-1f1b@4x1+shard3")
+def test_losses_of_gathered_heads_in_a_pipeline_equal_the_loss_from_all_logits():
+    check_on_ranks({})
 
 
 def memory_of_logits(chunk_tokens):

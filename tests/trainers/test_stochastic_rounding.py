@@ -205,7 +205,7 @@ def test_optimizers_without_separate_states_raise_an_error():
         (keras.optimizers.Nadam(), {}),
         (keras.optimizers.Adam(), {"run_eagerly": True}),
     ):
-        with pytest.raises(ValueError, match="cannot store its states in bfloat16"):
+        with pytest.raises(ValueError, match="cannot round updates to bfloat16"):
             train(make_trainer(optimizer, **options), 1)
 
 

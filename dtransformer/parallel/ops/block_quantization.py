@@ -6,7 +6,8 @@ the block's absolute maximum. The maxima are also quantized, to 8 bits in groups
 
 Blocks run along the side of a kernel, inputs or outputs, that is never sharded. A group contains up
 to 64 consecutive blocks of up to 4 consecutive features of the other side. Every shard of a kernel
-therefore has the codes and scales of the full kernel, and results do not depend on the layout.
+therefore has the codes and scales of the full kernel, and results do not depend on the layout. Each
+of several stacked kernels, such as the kernels of experts, is quantized alone.
 
 Reference:
     - [Dettmers et al., 2023, QLoRA, §3 and appendix E](https://arxiv.org/abs/2305.14314)
@@ -52,55 +53,54 @@ class BlockLayout:
 
     Args:
         kind: One of `KINDS`.
-        shape: Shape of the kernel, `[*inputs, *outputs]`.
-        num_inputs: Integer. Number of input dimensions.
-        along_inputs: Boolean. Whether blocks run along the inputs. Otherwise they run along the
-            outputs.
+        shape: Shape of the kernel, `[*stack, *inputs, *outputs]`.
+        start, stop: Integers. Range of the dimensions that blocks run along.
     """
 
     kind: str
     shape: tuple[int, ...]
-    num_inputs: int
-    along_inputs: bool
+    start: int
+    stop: int
 
     @classmethod
     def from_kernel(
-        cls, kind: str, shape: tuple[int, ...], num_inputs: int, axes: tuple, path: str
+        cls,
+        kind: str,
+        shape: tuple[int, ...],
+        num_inputs: int,
+        axes: tuple,
+        path: str,
+        num_stacked: int = 0,
     ) -> "BlockLayout":
         """Return the layout of a kernel. It depends only on the shape and the logical axes.
 
         Args:
-            kind, shape, num_inputs: See the class.
+            kind, shape: See the class.
+            num_inputs: Integer. Number of input dimensions.
             axes: Tuple with the logical axis of each dimension, or `None`.
             path: Path of the kernel, for the message.
+            num_stacked: Integer. Number of dimensions before the inputs. Defaults to `0`.
 
         Raises:
             ValueError: If blocks do not divide the kernel.
         """
-        along_inputs = all(axis in _UNSHARDED_AXES for axis in axes[:num_inputs])
-        layout = cls(kind, tuple(shape), num_inputs, along_inputs)
-        if layout.block_features % BLOCK_SIZE:
+        middle = num_stacked + num_inputs
+        along_inputs = all(axis in _UNSHARDED_AXES for axis in axes[num_stacked:middle])
+        sides = (num_stacked, middle) if along_inputs else (middle, len(shape))
+        layout = cls(kind, tuple(shape), *sides)
+        block_features = math.prod(shape[slice(*sides)])
+        if block_features % BLOCK_SIZE:
             side = "inputs" if along_inputs else "outputs"
             raise ValueError(
-                f"{path} has {layout.block_features} {side}, but {kind} needs a multiple of "
-                f"{BLOCK_SIZE}. Exclude the kernel from the quantized ones, or change its size."
+                f"{path} has {block_features} {side}, but {kind} needs a multiple of {BLOCK_SIZE}. "
+                "Exclude the kernel from the quantized ones, or change its size."
             )
         return layout
 
     @property
-    def block_features(self) -> int:
-        """Number of features of the side that blocks run along."""
-        return math.prod(self.shape) // math.prod(self.others)
-
-    @property
     def num_blocks(self) -> int:
         """Number of blocks of each feature of the other side."""
-        return self.block_features // BLOCK_SIZE
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """Dimensions of the other side."""
-        return self._other_side(self.shape)
+        return math.prod(self.shape[self.start : self.stop]) // BLOCK_SIZE
 
     @property
     def group_blocks(self) -> int:
@@ -111,18 +111,23 @@ class BlockLayout:
     @property
     def group_features(self) -> int:
         """Number of features of the other side in a group."""
-        return math.gcd(self.others[-1], _MAX_GROUP_FEATURES)
+        return math.gcd(self._last(self.shape), _MAX_GROUP_FEATURES)
+
+    @property
+    def num_before(self) -> int:
+        """Number of dimensions before the dimensions of blocks, if the last one has groups."""
+        return self.start + (self.stop == len(self.shape))
 
     @property
     def part_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the stored tensors: `"codes"`, `"absmax"`, `"scale"` and `"offset"`."""
-        *others, last = self.others
-        groups = (*others, last // self.group_features)
+        feature_groups = self._last(self.shape) // self.group_features
         num_groups = self.num_blocks // self.group_blocks
-        scale = self._join((num_groups, 1), (*groups, 1))
+        groups = feature_groups, self.group_features
+        scale = self._join(self.shape, (num_groups, 1), (feature_groups, 1))
         return {
             "codes": self.join_blocks(self.num_blocks, BLOCK_SIZE // len(_TABLES[self.kind])),
-            "absmax": self._join((num_groups, self.group_blocks), (*groups, self.group_features)),
+            "absmax": self._join(self.shape, (num_groups, self.group_blocks), groups),
             "scale": scale,
             "offset": scale,
         }
@@ -133,9 +138,9 @@ class BlockLayout:
         Args:
             axes: Tuple with the logical axis of each dimension of the kernel, or `None`.
         """
-        others = self._other_side(axes)
-        groups = self._join((None, None), (*others, None))
-        codes = self._join((None, None), others)
+        last = self._last(axes)
+        groups = self._join(axes, (None, None), (last, None))
+        codes = self._join(axes, (None, None), (last,))
         return {"codes": codes, "absmax": groups, "scale": groups, "offset": groups}
 
     def rectangle(self, name: str, bounds: tuple) -> tuple[tuple, tuple]:
@@ -149,19 +154,16 @@ class BlockLayout:
             A tuple of the kernel's bounds, and of the slices of the rectangle in the stored tensor
             of this part of the kernel.
         """
-        num_others = len(self.others)
-        start = 2 if self.along_inputs else 0
-        others = list(bounds[start : start + num_others])
+        first_after = (self.start if name == "codes" else self.num_before) + 2
+        last_after = first_after + len(self.shape) - self.stop
+        dimensions = [*range(self.start), *range(first_after, last_after)]
+        others = [bounds[dimension] for dimension in dimensions]
         if name != "codes":
             others[-1] = tuple(end * self.group_features for end in others[-1])
-        full = [(0, size) for size in self.shape]
-        kernel_bounds = (
-            (*full[: self.num_inputs], *others)
-            if self.along_inputs
-            else (*others, *full[self.num_inputs :])
-        )
+        full = [(0, size) for size in self.shape[self.start : self.stop]]
+        kernel_bounds = (*others[: self.start], *full, *others[self.start :])
         slices = [
-            slice(None) if start <= dimension < start + num_others else slice(*ends)
+            slice(None) if dimension in dimensions else slice(*ends)
             for dimension, ends in enumerate(bounds)
         ]
         return kernel_bounds, tuple(slices)
@@ -171,14 +173,18 @@ class BlockLayout:
         return dataclasses.replace(self, shape=tuple(shape))
 
     def join_blocks(self, *block: int) -> tuple[int, ...]:
-        """Return a shape with block dimensions next to the dimensions of the other side."""
-        return self._join(block, self.others)
+        """Return the kernel's shape with block dimensions instead of the dimensions of blocks."""
+        return self._join(self.shape, block, (self._last(self.shape),))
 
-    def _join(self, blocks, others):
-        return (*blocks, *others) if self.along_inputs else (*others, *blocks)
+    def _last(self, values):
+        """Return the value of the last dimension of the other side."""
+        return values[-1] if self.stop < len(self.shape) else values[self.start - 1]
 
-    def _other_side(self, values):
-        return values[self.num_inputs :] if self.along_inputs else values[: self.num_inputs]
+    def _join(self, values, blocks, last):
+        """Replace the values of the dimensions of blocks, and of the last other dimension."""
+        if self.stop < len(self.shape):
+            return (*values[: self.start], *blocks, *values[self.stop : -1], *last)
+        return (*values[: self.start - 1], *last, *blocks)
 
 
 def quantize(layout: BlockLayout, kernel: np.ndarray) -> dict[str, np.ndarray]:
@@ -190,7 +196,7 @@ def quantize(layout: BlockLayout, kernel: np.ndarray) -> dict[str, np.ndarray]:
     """
     shapes = layout.part_shapes
     blocks = np.float32(kernel).reshape(layout.join_blocks(layout.num_blocks, BLOCK_SIZE))
-    axis = 1 if layout.along_inputs else -1
+    axis = layout.start + 1
     absmax = np.abs(blocks).max(axis, keepdims=True)
     fractions = blocks / np.where(absmax > 0, absmax, 1)
     if layout.kind == "nf4":
@@ -202,7 +208,8 @@ def quantize(layout: BlockLayout, kernel: np.ndarray) -> dict[str, np.ndarray]:
     else:
         codes = np.uint8(np.rint(fractions * _ZERO_CODE) + _ZERO_CODE)
     groups = absmax.reshape(shapes["absmax"])
-    group_axes = (1, -1) if layout.along_inputs else (-1, len(layout.others))
+    features_axis = -1 if layout.num_before == layout.start else layout.start
+    group_axes = layout.num_before + 1, features_axis
     # Float64 makes the mean independent of the order of summation.
     offset = np.float32(groups.mean(group_axes, dtype="float64", keepdims=True))
     scale = np.abs(groups - offset).max(group_axes, keepdims=True) / np.float32(_ZERO_CODE)
@@ -237,8 +244,8 @@ def dequantize(
         scale = depend_on(scale, after)
         tables = [depend_on(table, after) for table in tables]
     indices = tf.cast(parts["codes"], "int32")
-    axis = 1 if layout.along_inputs else len(layout.others) + 1
-    fractions = tf.concat([tf.gather(table, indices) for table in tables], axis)
+    fractions = [tf.gather(table, indices) for table in tables]
+    fractions = tf.concat(fractions, layout.start + 1)
     absmax = (tf.cast(parts["absmax"], "float32") - _ZERO_CODE) * scale + parts["offset"]
     absmax = tf.reshape(absmax, layout.join_blocks(layout.num_blocks, 1))
     return tf.cast(tf.reshape(fractions * absmax, layout.shape), dtype)

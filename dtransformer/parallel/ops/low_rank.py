@@ -15,6 +15,8 @@ from dtransformer.parallel.ops.training_noise import InputDropout
 
 # Kind of adapter -> suffixes of its variables: A, B and the magnitudes m.
 KINDS = {"lora": "ab", "dora": "abm"}
+# Types of the variables. Updates of bfloat16 are rounded stochastically.
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,13 +21,17 @@ from dtransformer.parallel.ops.custom_gradient import custom_gradient, depend_on
 from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.ops.split_backward import is_split
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tensor_parallel.cross_entropy import is_most_likely, token_nll
+from dtransformer.parallel.tensor_parallel.cross_entropy import (
+    is_most_likely,
+    logits_axes,
+    token_nll,
+)
 from dtransformer.parallel.tensor_parallel.embedding import tied_kernel
-from dtransformer.parallel.tensor_parallel.linear import get_inner_length_axis, matmul
+from dtransformer.parallel.tensor_parallel.linear import matmul
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.parallel.zero.gather import copied_variable
-from dtransformer.parallel.zero.units import is_gathered
+from dtransformer.parallel.zero.units import is_training_unit, run_unit
 
 # Assumed number of tokens of a batch with an unknown size.
 _UNKNOWN_SIZE = 8192
@@ -39,7 +43,8 @@ class HeadProduct:
 
     Args:
         inputs: Tensor of shape `[b, s, h]`. Off the mesh the leading dimensions are arbitrary.
-        kernel: Tensor of shape `[h, V']`, or `[V', h]` with `is_transposed`.
+        kernel: Tensor of shape `[h, V']`, or `[V', h]` with `is_transposed`. It is a Keras variable
+            if a training step all-gathers it (`optimizer_shard=3`).
         biases: List of at most one tensor of shape `[V']`.
         is_transposed: Whether the kernel is an embedding table.
         finish: Function of the product and the biases that returns the logits.
@@ -48,7 +53,7 @@ class HeadProduct:
     """
 
     inputs: tf.Tensor
-    kernel: tf.Tensor
+    kernel: tf.Tensor | keras.Variable
     biases: list[tf.Tensor]
     is_transposed: bool
     finish: Callable
@@ -65,8 +70,7 @@ def attach_product(
 ) -> tf.Tensor:
     """Return the logits with their `HeadProduct`, if they can be computed in chunks.
 
-    They cannot in eager mode, if the sequence is sharded in products (context parallelism), or if
-    the kernel has a low-rank adapter, is all-gathered for use, or has a deferred gradient.
+    They cannot in eager mode, or if the kernel has a low-rank adapter or a deferred gradient.
 
     Args:
         logits: Tensor of shape `[..., V']`.
@@ -74,15 +78,12 @@ def attach_product(
         kernel: Tensor or variable of shape `[h, V']`, or `[V', h]` if `is_tied`.
         is_tied: Boolean, whether the kernel is an embedding table.
     """
-    is_special = is_gathered(copied_variable(kernel)) or is_split(kernel) or get_low_rank(kernel)
-    if tf.executing_eagerly() or is_special:
+    is_special = is_split(kernel) or get_low_rank(kernel)
+    is_flat = trace.is_on_mesh() and len(inputs.shape) != 3
+    if tf.executing_eagerly() or is_special or is_flat:
         return logits
-    kernel = tf.convert_to_tensor(kernel)
-    if trace.is_on_mesh():
-        if len(inputs.shape) != 3 or get_inner_length_axis(inputs.shape) is not None:
-            return logits
-        kernel = tied_kernel(kernel) if is_tied else constrain(kernel, ("embed", "vocab"))
-        is_tied = False
+    variable = copied_variable(kernel)
+    kernel = variable if is_training_unit([variable]) else tf.convert_to_tensor(kernel)
     logits.head_product = HeadProduct(inputs, kernel, biases, is_tied, finish)
     return logits
 
@@ -197,7 +198,7 @@ def _local_shape(logits):
     shape = logits.shape
     if not trace.is_on_mesh() or len(shape) != 3:
         return shape
-    specs = activation_specs(("batch", "length", "vocab"), shape)
+    specs = activation_specs(logits_axes(logits), shape)
     return tf.TensorShape([n // axis_size(axis) for n, axis in zip(shape, specs)])
 
 
@@ -216,19 +217,53 @@ def _chunked_losses(product, labels, size, compute, teacher_products):
         labels = tf.reshape(labels, [1, -1])
     chunks = _Chunks(labels, size)
     chunk_labels = chunks.split(labels)
-    is_transposed = product.is_transposed
-    in_tape_graph = trace.tape_graph() is tf.compat.v1.get_default_graph()
-    is_trained = not in_tape_graph or _compat.is_on_a_tape([product.kernel])
-    teachers = [(x, chunks.split(_rows(x.inputs))) for x in teacher_products]
+    kernel = product.kernel
+    tensors = [product.inputs, *product.biases]
+    if isinstance(kernel, keras.Variable):
+        is_trained = kernel.trainable
+    else:
+        in_tape_graph = trace.tape_graph() is tf.compat.v1.get_default_graph()
+        is_trained = not in_tape_graph or _compat.is_on_a_tape([kernel])
+        tensors.append(kernel)
 
-    def compute_losses(i, done, logits):
-        teacher_logits = []
-        for teacher, rows in teachers:
-            kernel = tf.cast(teacher.kernel, rows.dtype)
-            chunk_rows = _after(rows[:, i], done)
-            y = matmul(chunk_rows, kernel, transpose_kernel=teacher.is_transposed)
-            teacher_logits.append(tf.stop_gradient(teacher.finish(y, *teacher.biases)))
-        return compute(logits, chunk_labels[:, i], *teacher_logits)
+    def compute_chunks(inputs, *others):
+        biases = others[: len(product.biases)]
+        (weights,) = others[len(biases) :] or [kernel]
+        weights = _matrix(product, weights)
+        teachers = []
+        for teacher in teacher_products:
+            teacher_rows = chunks.split(_rows(teacher.inputs))
+            teacher_weights = tf.cast(_matrix(teacher, teacher.kernel), teacher_rows.dtype)
+            teachers.append((teacher, teacher_rows, teacher_weights))
+
+        def chunk_losses(i, done, logits):
+            teacher_logits = []
+            for teacher, rows, teacher_weights in teachers:
+                y = _multiply(_after(rows[:, :, i], done), teacher_weights, teacher)
+                teacher_logits.append(tf.stop_gradient(teacher.finish(y, *teacher.biases)))
+            return compute(logits, chunk_labels[:, :, i], *teacher_logits)
+
+        num_losses = 1 + len(teachers)
+        labeled = chunks, chunk_labels
+        losses = _losses_with_gradient(product, *labeled, chunk_losses, num_losses, is_trained)
+        return losses(_rows(inputs), weights, *biases)
+
+    kernels = [x.kernel for x in [product, *teacher_products]]
+    results = run_unit(compute_chunks, tensors, kernels)
+    return [tf.reshape(result, label_shape) for result in results]
+
+
+def _losses_with_gradient(product, chunks, chunk_labels, chunk_losses, num_losses, is_trained):
+    """Return a function of inputs, kernel and biases that returns the losses and 0 or 1 per token.
+
+    Args:
+        product: `HeadProduct` of the logits.
+        chunks: `_Chunks` of the labels.
+        chunk_labels: Labels of all chunks.
+        chunk_losses: Function of the index of a chunk, a tensor to wait for, and the logits. It
+            returns `num_losses` tensors.
+        is_trained: Boolean, whether to compute the gradient of the kernel.
+    """
 
     @custom_gradient
     def losses(inputs, kernel, *biases):
@@ -236,53 +271,74 @@ def _chunked_losses(product, labels, size, compute, teacher_products):
         weights = tf.cast(kernel, x.dtype)
 
         def forward(i, sums, done):
-            y = matmul(_after(x[:, i], done), weights, transpose_kernel=is_transposed)
+            y = _multiply(_after(x[:, :, i], done), weights, product)
             logits = product.finish(y, *biases)
-            correct = is_most_likely(logits, chunk_labels[:, i])
-            return [*compute_losses(i, done, logits), correct], sums
+            correct = is_most_likely(logits, chunk_labels[:, :, i])
+            return [*chunk_losses(i, done, logits), correct], sums
 
         def gradient(*upstream):
             chunk_upstream = [chunks.split(dy) for dy in upstream[:-1]]
 
             def backward(i, sums, done):
-                rows = _after(x[:, i], done)
-                y = matmul(rows, weights, transpose_kernel=is_transposed)
+                rows = _after(x[:, :, i], done)
+                y = _multiply(rows, weights, product)
                 with tf.GradientTape() as tape:
                     tape.watch([y, *biases])
-                    values = compute_losses(i, done, product.finish(y, *biases))
-                chunk = [dy[:, i] for dy in chunk_upstream]
+                    values = chunk_losses(i, done, product.finish(y, *biases))
+                chunk = [dy[:, :, i] for dy in chunk_upstream]
                 dy, *gradients = tape.gradient(values, [y, *biases], chunk)
                 if is_trained:
-                    factors = (dy, rows) if is_transposed else (rows, dy)
+                    factors = (dy, rows) if _is_transposed(product) else (rows, dy)
                     gradients.append(tf.matmul(*factors, transpose_a=True))
                 sums = [total + tf.cast(x, total.dtype) for total, x in zip(sums, gradients)]
-                return [matmul(dy, weights, transpose_kernel=not is_transposed)], sums
+                return [_multiply(dy, weights, product, is_backward=True)], sums
 
             sums = [_zeros(bias) for bias in biases]
-            # The first dimension has one sum per data shard. They are added up after the last chunk.
-            sums += [_zeros(kernel)[None]] if is_trained else []
+            # The first dimensions have one sum per shard of tokens. They are added up at the end.
+            sums += [_zeros(kernel)[None, None]] if is_trained else []
             (dx,), sums = _iterate(backward, chunks.count, sums, [x.dtype])
             dkernel = None
             if is_trained:
-                total = constrain(tf.reduce_sum(sums.pop(), axis=0), (None, "vocab"))
+                total = constrain(tf.reduce_sum(sums.pop(), axis=[0, 1]), (None, "vocab"))
                 dkernel = tf.cast(total, kernel.dtype)
             biases_gradients = [tf.cast(dy, bias.dtype) for dy, bias in zip(sums, biases)]
             return chunks.join(dx), dkernel, *biases_gradients
 
         value_type = "float64" if x.dtype == "float64" else "float32"
-        dtypes = [value_type] * (1 + len(teachers)) + ["float32"]
+        dtypes = [value_type] * num_losses + ["float32"]
         results, _ = _iterate(forward, chunks.count, [], dtypes)
         return [chunks.join(result) for result in results], gradient
 
-    results = losses(_rows(product.inputs), product.kernel, *product.biases)
-    return [tf.reshape(result, label_shape) for result in results]
+    return losses
 
 
 def _rows(inputs):
     """Return the inputs of a head in the shape `[b, s, h]`, with one row off the mesh."""
     if not trace.is_on_mesh():
         inputs = tf.reshape(inputs, [1, -1, inputs.shape[-1]])
-    return constrain(inputs, ("batch", None, None))
+    return constrain(inputs, ("batch", "inner_length", None))
+
+
+def _is_transposed(product):
+    """Return whether the kernel of `_matrix` is `[V', h]`."""
+    return product.is_transposed and not trace.is_on_mesh()
+
+
+def _matrix(product, kernel):
+    """Return the kernel as a tensor, `[h, V']` on a mesh."""
+    kernel = tf.convert_to_tensor(kernel)
+    if not trace.is_on_mesh():
+        return kernel
+    return tied_kernel(kernel) if product.is_transposed else constrain(kernel, ("embed", "vocab"))
+
+
+def _multiply(x, kernel, product, is_backward=False):
+    """Multiply `[d, c, r, h]` by a kernel, or `[d, c, r, V']` by its transpose with `is_backward`."""
+    transpose = _is_transposed(product) != is_backward
+    if not trace.is_on_mesh():
+        return matmul(x, kernel, transpose_kernel=transpose)
+    y = tf.einsum("dcrf,of->dcro" if transpose else "dcrf,fo->dcro", x, kernel)
+    return constrain(y, ("batch", "inner_length", None, None if is_backward else "vocab"))
 
 
 def _zeros(weight):
@@ -295,11 +351,12 @@ def _after(x, done):
 
 
 def _iterate(body, count, sums, dtypes):
-    """Call a function for each chunk in turn. Return its results `[d, n, r, ...]` and the last sums.
+    """Call a function for each chunk in turn. Return its results `[d, c, n, r, ...]` and the last sums.
 
     Args:
         body: Function of the index of a chunk, the sums, and a tensor that must be computed first
-            (or `None`). Returns `(results, sums)`, two lists of tensors. Results are `[d, r, ...]`.
+            (or `None`). Returns `(results, sums)`, two lists of tensors. Results are
+            `[d, c, r, ...]`.
         count: Number of chunks.
         sums: List of tensors.
         dtypes: List of the results' types.
@@ -311,7 +368,7 @@ def _iterate(body, count, sums, dtypes):
             results, sums = body(i, sums, done)
             all_results.append(results)
             done = (sums or results)[-1]
-        return [tf.stack(parts, axis=1) for parts in zip(*all_results)], sums
+        return [tf.stack(parts, axis=2) for parts in zip(*all_results)], sums
 
     def step(i, arrays, sums):
         results, sums = body(i, sums, None)
@@ -321,11 +378,14 @@ def _iterate(body, count, sums, dtypes):
     _, arrays, sums = tf.while_loop(
         lambda i, *_: i < count, step, (0, arrays, sums), parallel_iterations=1
     )
-    return [tf.squeeze(array.stack(), 1)[None] for array in arrays], sums  # [n, 1, ...]
+    # [n, 1, 1, r, ...] -> [1, 1, n, r, ...]
+    return [tf.squeeze(array.stack(), [1, 2])[None, None] for array in arrays], sums
 
 
 class _Chunks:
-    """Division of tensors `[b, s, ...]` into chunks `[d, r, ...]` of r tokens on d data shards.
+    """Division of tensors `[b, s, ...]` into chunks `[d, c, r, ...]` of r tokens on each shard.
+
+    A sequence has c shards with context parallelism, and a batch has d shards.
 
     Args:
         labels: Tensor of shape `[b, s]`.
@@ -336,33 +396,40 @@ class _Chunks:
     """
 
     def __init__(self, labels, size):
-        batch, self._length = static_or_dynamic_shape(labels)
-        self._shards = axis_size(activation_specs(("batch",), [batch])[0])
-        self._rows = batch // self._shards
+        shape = static_or_dynamic_shape(labels)
+        specs = activation_specs(("batch", "inner_length"), labels.shape)
+        self._data, self._context = map(axis_size, specs)
+        self._rows = shape[0] // self._data
+        self._length = shape[1] // self._context
         self.count = -(-self._length // max(1, size // self._rows))
         if tf.is_tensor(self.count):  # A batch of unknown size may be empty.
             self.count = tf.maximum(self.count, 1)
         self._size = -(-self._length // self.count)
 
     def split(self, x):
-        """Return the chunks `[d, n, r, ...]` of a tensor `[b, s, ...]`."""
+        """Return the chunks `[d, c, n, r, ...]` of a tensor `[b, s, ...]`."""
         features = x.shape[2:].as_list()
+        x = _sharded(x, ("batch", "inner_length"))
+        x = tf.reshape(x, [self._data, self._rows, self._context, self._length, *features])
         padding = self.count * self._size - self._length
-        x = tf.pad(x, [[0, 0], [0, padding], *[[0, 0]] * len(features)])
-        x = tf.reshape(x, [self._shards, self._rows, self.count, self._size, *features])
-        x = self._swap(x)
-        x = tf.reshape(x, [self._shards, self.count, self._rows * self._size, *features])
-        return constrain(x, ("batch", *[None] * (len(x.shape) - 1)))
+        x = tf.pad(x, [*[[0, 0]] * 3, [0, padding], *[[0, 0]] * len(features)])
+        shape = [self._data, self._rows, self._context, self.count, self._size, *features]
+        x = tf.transpose(tf.reshape(x, shape), [0, 2, 3, 1, *range(4, len(shape))])
+        rows = self._rows * self._size
+        x = tf.reshape(x, [self._data, self._context, self.count, rows, *features])
+        return _sharded(x, ("batch", "inner_length"))
 
     def join(self, x):
-        """Return the tensor `[b, s, ...]` with the chunks `[d, n, r, ...]`."""
-        features = x.shape[3:].as_list()
-        x = tf.reshape(x, [self._shards, self.count, self._rows, self._size, *features])
-        x = self._swap(x)
-        x = tf.reshape(x, [self._shards * self._rows, self.count * self._size, *features])
-        return constrain(x[:, : self._length], ("batch", *[None] * (len(x.shape) - 1)))
+        """Return the tensor `[b, s, ...]` with the chunks `[d, c, n, r, ...]`."""
+        features = x.shape[4:].as_list()
+        shape = [self._data, self._context, self.count, self._rows, self._size, *features]
+        x = tf.transpose(tf.reshape(x, shape), [0, 3, 1, 2, *range(4, len(shape))])
+        padded = self.count * self._size
+        x = tf.reshape(x, [self._data, self._rows, self._context, padded, *features])
+        x = x[:, :, :, : self._length]
+        shape = [self._data * self._rows, self._context * self._length, *features]
+        return _sharded(tf.reshape(x, shape), ("batch", "inner_length"))
 
-    @staticmethod
-    def _swap(x):
-        """Swap the dimensions of rows and chunks."""
-        return tf.transpose(x, [0, 2, 1, *range(3, len(x.shape))])
+
+def _sharded(x, axes):
+    return constrain(x, (*axes, *[None] * (len(x.shape) - len(axes))))

@@ -176,7 +176,7 @@ def _columns(x, kernels, axes):
     if any(map(is_quantized, kernels)):
         if not all(map(is_quantized, kernels)):
             return [_columns(x, [kernel], axes)[0] for kernel in kernels]
-        return multiply_dequantized(lambda x, values: _columns(x, values, axes), x, kernels)
+        return multiply_dequantized(lambda xs, values: _columns(*xs, values, axes), [x], kernels)
     if not trace.is_on_mesh():
         return [matmul(x, kernel) for kernel in kernels]
     sequences = _as_sequences(x, 1)
@@ -247,7 +247,9 @@ def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
 def _rows(x, kernel, axes):
     """Return the product without a low-rank adapter. See `row_parallel`."""
     if is_quantized(kernel):
-        return multiply_dequantized(lambda x, values: [_rows(x, *values, axes)], x, [kernel])[0]
+        return multiply_dequantized(lambda xs, values: [_rows(*xs, *values, axes)], [x], [kernel])[
+            0
+        ]
     if not trace.is_on_mesh():
         return matmul(x, kernel, len(axes))
 

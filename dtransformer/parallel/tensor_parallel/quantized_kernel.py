@@ -49,7 +49,6 @@ class QuantizedKernel:
         self.path = path
         self.logical_axes = axes
         self.true_shape = true_shape
-        self.num_inputs = layout.num_inputs
         self.shape = tf.TensorShape(layout.shape)
 
     def values(self) -> dict[str, tf.Tensor]:
@@ -82,16 +81,16 @@ def get_quantized_kernels(layer: keras.layers.Layer) -> list[QuantizedKernel]:
 
 
 def multiply_dequantized(
-    multiply: Callable, x: tf.Tensor, kernels: Sequence[QuantizedKernel]
+    multiply: Callable, xs: Sequence[tf.Tensor], kernels: Sequence[QuantizedKernel]
 ) -> list[tf.Tensor]:
-    """Return `multiply(x, kernels)` with dequantized kernels in the dtype of x.
+    """Return `multiply(xs, kernels)` with dequantized kernels in the dtype of the inputs.
 
-    The backward pass dequantizes the kernels again. Only x has a gradient.
+    The backward pass dequantizes the kernels again. Only the inputs have gradients.
 
     Args:
-        multiply: Function of x and a list of tensors that returns a list of tensors. It must be
-            linear in x.
-        x: Float tensor.
+        multiply: Function of two lists of tensors that returns a list of tensors. It must be linear
+            in `xs`.
+        xs: Sequence of float tensors.
         kernels: Sequence of `QuantizedKernel`s.
     """
     overrides = current_overrides()
@@ -99,19 +98,23 @@ def multiply_dequantized(
 
     def dequantized(values, after=None):
         return [
-            block_quantization.dequantize(kernel.layout, values_by_name, x.dtype, after)
+            block_quantization.dequantize(kernel.layout, values_by_name, xs[0].dtype, after)
             for kernel, values_by_name in zip(kernels, tf.nest.pack_sequence_as(parts, values))
         ]
 
     @custom_gradient
-    def product(x, *values):
+    def product(*tensors):
+        inputs = list(tensors[: len(xs)])
+        values = tensors[len(xs) :]
+
         def gradient(*upstream):
             with override_rules(overrides), tf.GradientTape() as tape:
-                tape.watch(x)
+                tape.watch(inputs)
                 # The tape never reads these products, so TensorFlow removes them.
-                ys = multiply(x, dequantized(values, after=upstream[0]))
-            return [tape.gradient(ys, x, list(upstream)), *([None] * len(values))]
+                ys = multiply(inputs, dequantized(values, after=upstream[0]))
+            gradients = tape.gradient(ys, inputs, list(upstream))
+            return [*gradients, *([None] * len(values))]
 
-        return multiply(x, dequantized(values)), gradient
+        return multiply(inputs, dequantized(values)), gradient
 
-    return product(x, *tf.nest.flatten(parts))
+    return product(*xs, *tf.nest.flatten(parts))

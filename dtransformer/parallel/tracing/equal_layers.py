@@ -85,7 +85,7 @@ class EqualLayers:
 
     def weight_values(self) -> list[tf.Tensor]:
         """Return the values of `weights`."""
-        with _compat.without_autocast():  # Gradients have the dtype of the stored weights.
+        with _compat.autocast_to(None):  # Gradients have the dtype of the stored weights.
             return [tf.convert_to_tensor(trained_value(weight)) for weight in self.weights]
 
     def compute_with(self, compute: Callable, values: Sequence, ids: Sequence) -> tuple:

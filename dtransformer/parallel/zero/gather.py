@@ -102,10 +102,15 @@ class Unsharding:
         return self._values[key]
 
     def start_unit(self, x: tf.Tensor) -> int:
-        """Start the next unit with the input `x` and return its index."""
-        self.previous_input = self.input
-        self.input = x
-        self.unit += 1
+        """Return the index of the next unit, with the input `x`.
+
+        Functions of the same input have the same index, such as a head and its loss in chunks. The
+        loss then gathers as early as the head, whose logits it does not read.
+        """
+        if x is not self.input:
+            self.previous_input = self.input
+            self.input = x
+            self.unit += 1
         return self.unit
 
     @property
@@ -175,6 +180,6 @@ def current_unsharding() -> Unsharding | None:
 
 def full_trained_value(variable: keras.Variable) -> tf.Tensor:
     """Return the full tensor that gradients of a computation are taken of, in the storage dtype."""
-    with _compat.without_autocast():
+    with _compat.autocast_to(None):
         is_sharded = is_unsharded_for_use(variable)
         return tf.convert_to_tensor(variable.value if is_sharded else trained_value(variable))

@@ -75,6 +75,11 @@ def start_unit(x: tf.Tensor, weights: list[keras.Variable]) -> None:
         current_unsharding().start_unit(x)
 
 
+def is_training_unit(weights: list[keras.Variable]) -> bool:
+    """Return whether `is_unit` holds in a training step."""
+    return trace.is_training_step() and is_unit(weights)
+
+
 def run_product(function: Callable, x: tf.Tensor, kernel: tf.Tensor | keras.Variable) -> tf.Tensor:
     """Return `function(x, kernel)`. In a training step, a product outside of blocks is a unit.
 
@@ -84,16 +89,30 @@ def run_product(function: Callable, x: tf.Tensor, kernel: tf.Tensor | keras.Vari
         kernel: Tensor or Keras variable.
     """
     variable = copied_variable(kernel)
-    if not trace.is_training_step() or not is_unit([variable]):
+    if not is_training_unit([variable]):
         return function(x, kernel)
-    is_flat = is_unsharded_for_use(variable)
-    weights = UnitWeights(
-        [variable], {id(variable): local_shard(variable).dtype} if is_flat else {}
-    )
-    seed = current_dropout_seed()
-    unit = Unit(lambda inputs, _: function(*inputs, variable), [x], [seed], weights)
-    (result,) = unit.run([x], [seed], weights)
+    (result,) = run_unit(lambda x: [function(x, variable)], [x], [variable])
     return result
+
+
+def run_unit(function: Callable, inputs: list[tf.Tensor], weights: list) -> list[tf.Tensor]:
+    """Return `function(*inputs)`. In a training step, it is a unit of the gathered weights.
+
+    Args:
+        function: Function that reads the weights and returns a list of float tensors.
+        inputs: List of float tensors. The weights are all-gathered in the type of the first one.
+        weights: List of tensors and Keras variables.
+    """
+    if not is_training_unit(weights):
+        return function(*inputs)
+    variables = list(filter(is_gathered, weights))
+    dtype = inputs[0].dtype
+    dtypes = {id(variable): dtype for variable in filter(is_unsharded_for_use, variables)}
+    unit_weights = UnitWeights(variables, dtypes)
+    seed = current_dropout_seed()
+    with _compat.autocast_to(dtype.name):
+        unit = Unit(lambda inputs, _: function(*inputs), inputs, [seed], unit_weights)
+    return unit.run(inputs, [seed], unit_weights)
 
 
 def run_block(

@@ -190,10 +190,10 @@ class PipelineEngine(Engine):
         forward = trace.training_forward(devices.unpack_scalars(seed, [2]))
         with unsharded, forward as reported, deferring as deferred:
             outputs, changes = step.outputs_and_states(inputs, True, self._layers(chunk))
-        sums = step.layer_sums(changes, inputs, counts, reported)
-        if chunk == self.placement.last_chunk:
-            batch = inputs, outputs, labels, sample_weight
-            sums |= step.sums(*batch, counts, training=True)
+            sums = step.layer_sums(changes, inputs, counts, reported)
+            if chunk == self.placement.last_chunk:
+                batch = inputs, outputs, labels, sample_weight
+                sums |= step.sums(*batch, counts, training=True)
         outputs = step.metric_outputs(outputs) if chunk == self.placement.last_chunk else None
         losses = get_chunk_losses(self.network, chunk, self.placement)
         sums["added"] = step.added_loss(losses, inputs, counts)

@@ -24,7 +24,7 @@ class GroupedUpdate:
         groups: List with the `UpdateGroup` of each parameter, or `None`.
         jit_compile: Boolean. Whether XLA compiles the functions.
         attributes: Dict of the optimizer's attributes during an update.
-        rounding: `StateRounding` of bfloat16 states. Defaults to `None`.
+        rounding: `StateRounding` of bfloat16 states and weights. Defaults to `None`.
 
     Call arguments:
         gradients: List of tensors, one per parameter.
@@ -45,10 +45,14 @@ class GroupedUpdate:
         self._scalars = []
         self._functions = {}
         self._rounding = rounding
-        bits = [None] * len(parameters) if rounding is None else rounding.bits
+        bits = [None] * len(parameters)
+        rounds_values = [False] * len(parameters)
+        if rounding is not None:
+            bits = rounding.bits
+            rounds_values = rounding.rounds_values
         self._units = [
             GroupedUnit.create(optimizer, index, *arguments)
-            for index, arguments in enumerate(zip(parameters, states, groups, bits))
+            for index, arguments in enumerate(zip(parameters, states, groups, bits, rounds_values))
         ]
         self._calls = plan_calls(self._units)
 
@@ -133,18 +137,27 @@ class GroupedUpdate:
             A tuple: the new values of the `ParameterProxy`s, and a scalar that is computed last.
         """
         for unit, value in zip(units, values):
-            unit.proxy.bind(value)
+            unit.proxy.bind(tf.cast(value, "float32") if unit.rounds_value else value)
         bits = {}
         for unit, unit_numbers in zip(units, numbers):
+            rounded = [*unit.rounded, unit] if unit.rounds_value else unit.rounded
             for tensor in unit_numbers:
-                halves = unit.bits.halves(tensor, scalars[-1], len(unit.rounded))
-                bits.update(zip(map(id, unit.rounded), halves))
+                halves = unit.bits.halves(tensor, scalars[-1], len(rounded))
+                bits.update(zip(map(id, rounded), halves))
         rows = list(zip(units, gradients, states))
         for group in dict.fromkeys(unit.group for unit in units):
             group_rows = [row for row in rows if row[0].group == group]
             self._update_group(group, group_rows, scalars, bits)
-        new_values = [unit.proxy.unbind() for unit in units]
-        return [x for x in new_values if not isinstance(x, tf.Variable)], tf.zeros([])
+        new_values = []
+        for unit, variable in zip(units, values):
+            value = unit.proxy.unbind()
+            if unit.rounds_value:
+                value = round_to_bfloat16(value, bits[id(unit)])
+                if unit.variable is not None:
+                    value = variable.assign(value)
+            if unit.variable is None:
+                new_values.append(value)
+        return new_values, tf.zeros([])
 
     def _update_group(self, group, rows, scalars, bits):
         """Update the units of an `UpdateGroup`, given as `(unit, gradient, states)` tuples.
@@ -181,7 +194,8 @@ class GroupedUpdate:
 
 def _random_numbers(unit):
     """Return the numbers of the unit's `bits`, a list of at most one tensor."""
-    return [tf.constant(unit.bits.numbers, "uint32")] if unit.rounded else []
+    is_used = unit.rounded or unit.rounds_value
+    return [tf.constant(unit.bits.numbers, "uint32")] if is_used else []
 
 
 def _group_settings(optimizer, group):

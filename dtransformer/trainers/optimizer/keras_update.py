@@ -28,7 +28,7 @@ def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
         units: List of the `UpdateUnit`s that it was built for.
         run_eagerly: Boolean. Whether to compile nothing.
         jit_compile: Boolean. Whether XLA compiles shared functions.
-        rounding: `StateRounding` of bfloat16 states. Defaults to `None`.
+        rounding: `StateRounding` of bfloat16 states and weights. Defaults to `None`.
 
     Returns:
         A function of the units' gradients and of the values of their `ParameterProxy`s, two lists
@@ -50,7 +50,7 @@ def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
             optimizer, parameters, states, groups, jit_compile, attributes, rounding
         )
     if needs_functions:
-        task = "update groups of weights" if any(groups) else "store its states in bfloat16"
+        task = "update groups of weights" if any(groups) else "round updates to bfloat16"
         raise ValueError(
             f"{type(optimizer).__name__} cannot {task}. Use a Keras optimizer that only keeps states "
             "per weight, without gradient_accumulation_steps and run_eagerly."

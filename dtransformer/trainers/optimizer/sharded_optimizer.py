@@ -19,7 +19,8 @@ from dtransformer.trainers.optimizer.optimizer_step import LossScale, OptimizerS
 from dtransformer.trainers.optimizer.shard_plan import make_partition, shard_plan
 from dtransformer.trainers.optimizer.stochastic_rounding import (
     StateRounding,
-    states_in_bfloat16,
+    rounds_updates,
+    states_in_dtype,
 )
 from dtransformer.trainers.optimizer.store import store
 from dtransformer.trainers.optimizer.update_units import UpdateUnits
@@ -45,7 +46,7 @@ class ShardedOptimizer(OptimizerStep):
         partition: `Partition` of the update over the data-parallel group.
         shards: List of `PlannedShard`s.
         units: List of local `UpdateUnit`s, in the order of the optimizer's states.
-        rounding: `StateRounding` of bfloat16 states, or `None`.
+        rounding: `StateRounding` of bfloat16 states and weights, or `None`.
         is_sharded: Boolean. Whether the data-parallel group shards the update of any weight.
         reduce_micro_batch: The `Reduction` of each micro-batch's gradients with
             `gradient_accumulation_shard`. `None` to accumulate the gradients themselves.
@@ -77,7 +78,8 @@ class ShardedOptimizer(OptimizerStep):
         self._on_mesh = any(shard.mesh_fraction is not None for shard in self.shards)
         config = get_parallel_config()
         self.rounding = None
-        if config.optimizer_state_dtype == "bfloat16":
+        self._state_dtype = config.optimizer_state_dtype
+        if self._state_dtype == "bfloat16" or any(map(rounds_updates, weights)):
             self.rounding = StateRounding(self.units, get_names())
         self._build(optimizer, weights)
         ids = [bucket_ids[shard.weight_index] for shard in self.shards]
@@ -113,13 +115,22 @@ class ShardedOptimizer(OptimizerStep):
         is_divided = self.is_sharded or self._on_mesh or bool(self._units.proxies) or in_pipeline
         parameters = [unit.parameter for unit in self.units]
         check_update(self._optimizer, weights, parameters, self.is_sharded, is_divided)
+        if self._optimizer.use_ema and any(map(rounds_updates, weights)):
+            raise ValueError(
+                f"{type(self._optimizer).__name__} has `use_ema=True`, but averages of bfloat16 "
+                "adapters would lose small changes. Use adapters with `dtype='float32'`."
+            )
         if not optimizer.built:
             parts = [(unit.weight, unit.parameter) for unit in self.units]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
-            create_states = states_in_bfloat16 if self.rounding else contextlib.nullcontext
-            with create_states(self._optimizer):
+            creating_states = contextlib.nullcontext()
+            if self.rounding:
+                creating_states = states_in_dtype(self._optimizer, self._state_dtype)
+            with creating_states:
                 optimizer.build(parameters)
-        elif self.rounding and all(v.dtype != "bfloat16" for v in optimizer.variables):
+        elif self._state_dtype == "bfloat16" and all(
+            v.dtype != "bfloat16" for v in optimizer.variables
+        ):
             raise ValueError(
                 f"{type(self._optimizer).__name__} was built before compile, without the bfloat16 "
                 "states of optimizer_state_dtype. Pass an optimizer that is not built."

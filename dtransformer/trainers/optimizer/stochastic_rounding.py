@@ -1,4 +1,4 @@
-"""Optimizer states in bfloat16: float32 updates, then stochastic rounding.
+"""Optimizer states and adapters in bfloat16: float32 updates, then stochastic rounding.
 
 Rounding to the nearest bfloat16 number would lose most small changes of a moving average. Stochastic
 rounding keeps them on average: the probability of the upper neighbor is the distance to the lower
@@ -32,22 +32,23 @@ _HASH_FACTORS = (0x7FEB352D, 0x846CA68B)
 
 
 @contextlib.contextmanager
-def states_in_bfloat16(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Context manager that lets an optimizer create the states of weights in bfloat16.
+def states_in_dtype(optimizer: keras.optimizers.Optimizer, dtype: str) -> Iterator[None]:
+    """Context manager that lets an optimizer create the states of weights in a dtype.
 
     Moving averages of weights (`use_ema`) keep the weight's type.
 
     Args:
         optimizer: Keras optimizer that is not built.
+        dtype: String. Name of the dtype.
     """
     add_variable = optimizer.add_variable_from_reference
 
-    def add_in_bfloat16(reference_variable, name=None, initializer="zeros"):
+    def add_in_dtype(reference_variable, name=None, initializer="zeros"):
         variables = [] if name == _AVERAGE else [reference_variable]
-        with _compat.declared_dtype(variables, "bfloat16"):
+        with _compat.declared_dtype(variables, dtype):
             return add_variable(reference_variable, name=name, initializer=initializer)
 
-    with _compat.patched(optimizer, add_variable_from_reference=add_in_bfloat16):
+    with _compat.patched(optimizer, add_variable_from_reference=add_in_dtype):
         yield
 
 
@@ -61,6 +62,11 @@ def is_rounded(name: str, state: keras.Variable, parameter) -> bool:
     """
     is_moment = state.dtype == "bfloat16" and not name.endswith(_AVERAGE)
     return is_moment and tuple(state.shape) == tuple(parameter.shape)
+
+
+def rounds_updates(weight: keras.Variable) -> bool:
+    """Return whether updates of a weight are rounded to bfloat16."""
+    return getattr(weight, "rounds_updates", False)
 
 
 def round_to_bfloat16(x: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
@@ -159,7 +165,7 @@ class ElementBits:
 
 
 class StateRounding:
-    """Random bits for the states of all update units, and their seed.
+    """Random bits for the states and values of all update units, and their seed.
 
     Args:
         units: List of `UpdateUnit`s.
@@ -167,9 +173,11 @@ class StateRounding:
 
     Attributes:
         bits: List with the `ElementBits` of each unit.
+        rounds_values: List of Booleans. Whether the value of each unit is rounded.
     """
 
     def __init__(self, units, names):
+        self.rounds_values = [rounds_updates(unit.weight) for unit in units]
         self.bits = [
             ElementBits.create(
                 names.get(id(unit.weight), unit.weight.path),

@@ -73,6 +73,7 @@ class GroupedUnit:
         key: Tuple. Units of equal keys have equal updates.
         bits: `ElementBits` of the unit's bfloat16 states, or `None`.
         rounded: List of the states that the update rounds.
+        rounds_value: Boolean. Whether the update also rounds the value.
     """
 
     index: int
@@ -84,15 +85,18 @@ class GroupedUnit:
     key: tuple
     bits: object
     rounded: list
+    rounds_value: bool
 
     @classmethod
-    def create(cls, optimizer, index, parameter, states, group, bits):
+    def create(cls, optimizer, index, parameter, states, group, bits, rounds_value):
         """Return the unit of a parameter: a Keras variable or a `ParameterProxy`."""
         proxy = parameter
         variable = None
         if not isinstance(parameter, ParameterProxy):
             variable = parameter.value
             proxy = ParameterProxy(parameter, parameter.shape, parameter.constraint)
+        if rounds_value:
+            proxy.compute_in(tf.float32)
         key = (
             variable is None,
             group,
@@ -110,7 +114,9 @@ class GroupedUnit:
             rounded = [state for name, state in states if is_rounded(name, state, parameter)]
         variables = [state for _, state in states]
         values = [state.value for state in variables]
-        return cls(index, proxy, variable, variables, values, group, key, bits, rounded)
+        return cls(
+            index, proxy, variable, variables, values, group, key, bits, rounded, rounds_value
+        )
 
 
 def plan_calls(units):

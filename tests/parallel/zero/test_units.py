@@ -2,11 +2,13 @@
 
 import re
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import TransformerEncoder
+from dtransformer.layers import CrossEntropyLoss, TransformerEncoder
+from dtransformer.models import CausalLM
 from dtransformer.parallel import variable_factory
 from dtransformer.parallel.config.config import TransformerRecomputeConfig, parallel_config
 from dtransformer.parallel.tracing import trace
@@ -14,6 +16,7 @@ from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.parallel.weights.weight import trained_value
 from dtransformer.parallel.zero import gather, units
 from dtransformer.parallel.zero.variables import FullyShardedVariable
+from dtransformer.reports.audit import needed_operations
 
 NUM_BLOCKS = 4
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
@@ -172,3 +175,67 @@ def test_recompute_gathers_a_third_time_only_if_configured(gathers_again, sharde
     names = [operation.name for operation in build_graph(layers).get_operations()]
     assert any("/again" in name for name in names)
     assert any("/third" in name for name in names) is gathers_again
+
+
+VOCAB_SIZE = 31
+IDS = np.random.default_rng(2).integers(4, VOCAB_SIZE, (2, 5), "int32")
+
+
+def loss_step(is_tied, chunk_tokens):
+    """Return a function of ids and labels: the loss and the gradients of a causal language model."""
+    keras.utils.set_random_seed(0)
+    network = CausalLM(
+        VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=2, dropout_rate=0.0, tied_head=is_tied
+    )
+    network.build()
+    loss = CrossEntropyLoss(chunk_tokens=chunk_tokens)
+    weights = network.trainable_variables
+
+    @tf.function(autograph=False)
+    def run(inputs, labels):
+        values = list(map(trained_value, weights))
+        with (
+            tf.GradientTape() as tape,
+            gather.unsharding("train"),
+            dropout_seed(tf.constant([1, 2])),
+            trace.training_step(),
+        ):
+            tape.watch(values)
+            value = loss(network(inputs, training=True), labels)
+        gradients = tape.gradient(value, values)
+        return value, tf.concat([tf.reshape(g, [-1]) for g in gradients], 0)
+
+    return run
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_gradients_of_a_loss_in_chunks_equal_the_gradients_of_all_logits(is_tied, sharded):
+    expected_loss, expected = loss_step(is_tied, None)(IDS, IDS)
+    loss, gradients = loss_step(is_tied, 3)(IDS, IDS)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(gradients, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_loss_in_chunks_gathers_the_head_once_per_pass(is_tied, sharded):
+    graph = loss_step(is_tied, 3).get_concrete_function(tf.constant(IDS), tf.constant(IDS)).graph
+    needed = needed_operations(graph)
+    shapes = {tuple(x.shape) for operation in needed for x in operation.outputs if x.shape}
+    assert not shapes & {(*IDS.shape, VOCAB_SIZE), (IDS.size, VOCAB_SIZE)}
+    path = "embedding/table" if is_tied else "head/kernel"
+    gathers = [x for x in needed if f"{path}/" in x.name.partition("all_gather/")[2]]
+    num_again = sum("/again" in x.name for x in gathers)
+    # A tied table is gathered for the look-up and kept until the head has used it.
+    assert (len(gathers), num_again) == ((1, 0) if is_tied else (2, 1))
+
+
+def test_a_loss_in_chunks_gathers_the_head_during_the_last_block(sharded):
+    graph = loss_step(False, 3).get_concrete_function(tf.constant(IDS), tf.constant(IDS)).graph
+    (head,) = [
+        x
+        for x in needed_operations(graph)
+        if "head/kernel/" in x.name.partition("all_gather/")[2] and "/again" not in x.name
+    ]
+    before = ancestors(head)
+    assert find_products(before, 0, is_backward=False)
+    assert not find_products(before, 1, is_backward=False)
