@@ -37,29 +37,44 @@ from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
 class StepScalars(typing.NamedTuple):
-    """Scalars of a training step, identical on all ranks except for the seed.
+    """Scalars of a training step, identical on all ranks except for `first_rows`.
 
     Args:
         counts: Float32 tensor [n]. Counts of the global batch, see `Objective.counts`.
         loss_scale: Float32 scalar that multiplies the loss.
         seed: Int64 tensor [2]. Seed of the dropout masks.
+        first_rows: Int64 tensor [m]. Index in the global batch of the first local row of each
+            micro-batch.
     """
 
     counts: tf.Tensor
     loss_scale: tf.Tensor
     seed: tf.Tensor
+    first_rows: tf.Tensor
+
+    def of_micro_batch(self, i: int | tf.Tensor) -> "StepScalars":
+        """Return the scalars of micro-batch `i`."""
+        return self._replace(first_rows=tf.expand_dims(self.first_rows[i], 0))
+
+    @property
+    def dropout_seed(self) -> tf.Tensor:
+        """Int64 tensor [3]: the seed and the first row of one micro-batch."""
+        return tf.concat([self.seed, self.first_rows], 0)
 
 
 @contextlib.contextmanager
-def training_forward(seed: tf.Tensor):
+def training_forward(seed: tf.Tensor, inputs: object):
     """Trace the forward pass of a training step.
 
     Args:
-        seed: Int tensor [2], the dropout seed.
+        seed: Int64 tensor [3], or [4] on a mesh: seed, first row and coordinate, see `dropout_seed`.
+        inputs: Nested tensors [b, ...], whose rows are counted.
 
     Yields:
         A dict of the auxiliary metrics that layers report.
     """
+    num_rows = tf.cast(count_rows(tf.nest.flatten(inputs)[0]), seed.dtype)
+    seed = tf.concat([seed[:3], tf.expand_dims(num_rows, 0), seed[3:]], 0)
     with trace.training_step(), dropout_seed(seed), collecting() as metrics:
         yield metrics
 
@@ -180,7 +195,7 @@ class ForwardStep:
             tape,
             unsharded,
             trace.tape_opened_here(),
-            training_forward(scalars.seed) as reported,
+            training_forward(scalars.dropout_seed, inputs) as reported,
         ):
             tape.watch(values)
             outputs, changes = self.outputs_and_states(inputs, training=True)
@@ -204,12 +219,12 @@ class ForwardStep:
 
         Args:
             inputs: Nested tensors [b, ...].
-            seed: Int64 tensor [2]. Seed of the dropout masks.
+            seed: Int64 tensor [3]. Seed of the dropout masks.
 
         Raises:
             ValueError: If the outputs have masks.
         """
-        with trace.with_gradients(False), training_forward(seed):
+        with trace.with_gradients(False), training_forward(seed, inputs):
             outputs = self.outputs(inputs, training=True)
         if _compat.get_keras_masks(outputs):
             raise ValueError(

@@ -34,7 +34,7 @@ def compute_outputs_first(step, engine, num_micro_batches, reduce, compiler):
     """
 
     def training_outputs(inputs, labels, sample_weight, scalars):
-        return [], engine.training_outputs(inputs, scalars.seed), {}
+        return [], engine.training_outputs(inputs, scalars.dropout_seed), {}
 
     first_pass = accumulate_gradients(training_outputs, num_micro_batches, None)
     output_gradients = compiler.compile_part(step.output_gradients)

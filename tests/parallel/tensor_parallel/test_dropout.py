@@ -5,7 +5,7 @@ import numpy as np
 from dtransformer.parallel.mesh.axis_rules import relayout
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.tracing.dropout_seed import kept_elements
+from dtransformer.parallel.mesh.random_numbers import kept_elements
 from tests.on_mesh import on_mesh, start
 
 
