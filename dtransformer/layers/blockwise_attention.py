@@ -298,14 +298,19 @@ class _Blocks:
         parts = plan.position_parts
         start, end = row
         keys = (column.position, column.position + column.end - column.start)
-        if plan.is_striped and parts > 1:
+        if plan.is_striped:
             mask = masks.block((start * parts, end * parts), keys)
-            b, n, _, t = mask.shape
-            mask = tf.reshape(mask, [b, n, end - start, parts, t])
-            return self.exchange.spread(tf.transpose(mask, [3, 0, 1, 2, 4]))
-        firsts = [part * plan.num_local_queries for part in range(parts)]
-        blocks = [masks.block((first + start, first + end), keys) for first in firsts]
-        return self.exchange.spread(tf.stack(blocks))
+            split = [end - start, parts]
+            order = [3, 0, 1, 2, 4]
+        else:
+            firsts = [part * plan.num_local_queries for part in range(parts)]
+            blocks = [masks.block((first + start, first + end), keys) for first in firsts]
+            mask = blocks[0] if parts == 1 else tf.concat(blocks, axis=2)
+            split = [parts, end - start]
+            order = [2, 0, 1, 3, 4]
+        b, n, _, t = static_or_dynamic_shape(mask)
+        mask = tf.transpose(tf.reshape(mask, [b, n, *split, t]), order)
+        return self.exchange.spread(constrain(mask, (None, "batch", None, None, None)))
 
 
 def _take_rows(x, row):
