@@ -16,7 +16,7 @@ from dtransformer.layers.online_softmax import attention_context, attention_scor
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.limits import MIN_BLOCKWISE_SCORES
 from dtransformer.parallel.context_parallel.exchange import LocalExchange, context_exchange
-from dtransformer.parallel.mesh.axis_rules import constrain_both
+from dtransformer.parallel.mesh.axis_rules import constrain, constrain_both
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 IMPLEMENTATIONS = "auto", "reference", "blockwise", "cudnn"
@@ -83,6 +83,8 @@ def reference_attention(
     if options.dropout is not None:
         shape = static_or_dynamic_shape(probabilities)
         mask = AttentionDropout(options.dropout, shape).all()
+        # Each device stores the mask of its heads only.
+        mask = constrain(mask, ("batch", "heads", None, "memory_length"))
         probabilities = options.dropout.drop(probabilities, mask)
     context = _weighted_sum(probabilities, values)
     if options.sinks is not None:

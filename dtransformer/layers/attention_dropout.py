@@ -29,10 +29,10 @@ class AttentionDropout:
 
     def all(self) -> tf.Tensor:
         """Return the bool mask `[b, n, s, t]` of all probabilities."""
-        lengths = self._shape[2:]
-        if any(map(tf.is_tensor, lengths)):
+        _, _, s, t = self._shape
+        if tf.is_tensor(s) or tf.is_tensor(t):
             return self._masks.draw_mask(self._shape)
-        return self.block(*((0, length) for length in lengths))
+        return self.block((0, s), (0, t))
 
     def block(self, queries: Range, keys: Range) -> tf.Tensor:
         """Return the bool mask `[b, n, queries, keys]` of a block of positions.
@@ -44,11 +44,11 @@ class AttentionDropout:
         rows = []
         for i, query_slice in _overlaps(queries, TILE[0]):
             tiles = [
-                _slice(self._tile(i, j), query_slice, key_slice)
+                self._tile(i, j)[:, :, query_slice, key_slice]
                 for j, key_slice in _overlaps(keys, TILE[1])
             ]
-            rows.append(tiles[0] if len(tiles) == 1 else tf.concat(tiles, axis=3))
-        return rows[0] if len(rows) == 1 else tf.concat(rows, axis=2)
+            rows.append(tf.concat(tiles, axis=3))
+        return tf.concat(rows, axis=2)
 
     def _tile(self, i, j):
         if (i, j) not in self._tiles:
@@ -62,14 +62,8 @@ class AttentionDropout:
 
 
 def _overlaps(positions, size):
-    """Yield the index of each tile that overlaps a range, and the range inside of the tile."""
+    """Yield the index of each tile that overlaps a range, and its slice inside of the tile."""
     start, end = positions
     for index in range(start // size, -(-end // size)):
         first = index * size
-        yield index, (max(start - first, 0), min(end - first, size))
-
-
-def _slice(tile, queries, keys):
-    """Return a block of a tile. A full tile is returned as it is."""
-    is_full = queries == (0, tile.shape[2]) and keys == (0, tile.shape[3])
-    return tile if is_full else tile[:, :, queries[0] : queries[1], keys[0] : keys[1]]
+        yield index, slice(max(start - first, 0), min(end - first, size))

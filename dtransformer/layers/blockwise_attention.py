@@ -305,7 +305,7 @@ class _Blocks:
         else:
             firsts = [part * plan.num_local_queries for part in range(parts)]
             blocks = [masks.block((first + start, first + end), keys) for first in firsts]
-            mask = blocks[0] if parts == 1 else tf.concat(blocks, axis=2)
+            mask = tf.concat(blocks, axis=2)
             split = [parts, end - start]
             order = [2, 0, 1, 3, 4]
         b, n, _, t = static_or_dynamic_shape(mask)

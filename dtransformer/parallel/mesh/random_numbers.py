@@ -86,11 +86,10 @@ def _draw_by_rows(draw, shape, seed):
     """Return `draw(shape, first_row)`, on a mesh in the layout of the rows."""
     rows, *dims = shape if len(shape) > 1 else [*(shape or [1]), 1]
     first_row = _first_row(seed, rows)
-    if not trace.is_on_mesh():
-        return tf.reshape(draw([rows, *dims], first_row), shape)
-    axis = mesh_axis("batch")
+    has_coordinate = trace.is_on_mesh() and seed.shape[0] == 5
+    axis = mesh_axis("batch") if has_coordinate else None
     num_shards = axis_size(axis)
-    if num_shards == 1 or seed.shape[0] < 5 or rows % num_shards:
+    if num_shards == 1 or rows % num_shards:
         return tf.reshape(_replicate(draw([rows, *dims], first_row)), shape)
     rows //= num_shards
     numbers = _replicate(draw([rows, *dims], first_row + rows * tf.cast(seed[4], INDEX_TYPE)))
@@ -108,7 +107,7 @@ def _first_row(seed, num_rows):
     If a network splits each row of its inputs into several rows, their indices are multiples.
     """
     if seed.shape[0] < 4:
-        return 0
+        return tf.zeros([], INDEX_TYPE)
     first_row, num_input_rows = tf.unstack(tf.cast(seed[2:4], INDEX_TYPE))
     rows_per_input_row = tf.cast(num_rows, INDEX_TYPE) // tf.maximum(num_input_rows, 1)
     return first_row * rows_per_input_row
@@ -116,7 +115,7 @@ def _first_row(seed, num_rows):
 
 def _replicate(x):
     """Pin the replicated layout. DTensor would change the key of a sharded random operation."""
-    return relayout(x, [None] * len(x.shape))
+    return relayout(x, [None] * len(x.shape)) if trace.is_on_mesh() else x
 
 
 class _Stream:
@@ -141,17 +140,13 @@ class _Stream:
 
     def words(self, shape, start=0, offset=0):
         """Return uint32 numbers from the counter `start` on."""
-        high = self._offset + offset
-        if isinstance(self._random_id, int) and isinstance(start, int):
-            counter = tf.constant([start, self._random_id + high], "uint64")
-        else:
-            high += tf.cast(self._random_id, "int64")
-            counter = tf.cast(tf.stack([tf.cast(start, "int64"), high]), "uint64")
         # The operation increments the low word of the counter, which comes first.
+        high = tf.cast(self._random_id, "int64") + self._offset + offset
+        counter = tf.stack([tf.cast(start, "int64"), high])
         return tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=tf.convert_to_tensor(shape, "int32"),
             key=self._key,
-            counter=counter,
+            counter=tf.cast(counter, "uint64"),
             alg=_PHILOX,
             dtype="uint32",
         )
@@ -161,7 +156,7 @@ class _Stream:
 
         Args:
             shape: List of at least two dimensions.
-            first_row: Integer or int64 scalar.
+            first_row: Int64 scalar.
             dtype: `tf.uint8` or `tf.uint32`.
         """
         num_rows, *dims = shape
@@ -169,8 +164,6 @@ class _Stream:
         numbers_per_counter = _BYTES_PER_COUNTER // dtype.size
         num_counters = (size + numbers_per_counter - 1) // numbers_per_counter
         start = first_row * tf.cast(num_counters, INDEX_TYPE)
-        if isinstance(first_row, int):
-            start = 0
         numbers = self.words([num_rows, num_counters * _WORDS_PER_COUNTER], start)
         padded_size = num_counters * numbers_per_counter
         if dtype == tf.uint8:
