@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from dtransformer.parallel.tracing.scoped import Scoped
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.trace import Scoped
 
-_seed = Scoped("dropout_seed")
 _random_ids = Scoped("random_ids", types.MappingProxyType({}))
 
 
@@ -48,12 +48,12 @@ def dropout_seed(seed: tf.Tensor) -> contextlib.AbstractContextManager:
     Args:
         seed: Integer tensor of shape `[2]`, `[4]` or `[5]`.
     """
-    return _seed.set(None if seed is None else _padded(seed))
+    return trace.dropout_seed.set(None if seed is None else _padded(seed))
 
 
 def current_dropout_seed() -> tf.Tensor:
     """Return the seed set by `dropout_seed`, or a random one from TensorFlow's global generator."""
-    seed = _seed.get()
+    seed = trace.dropout_seed.get()
     if seed is not None:
         return seed
     return _padded(tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32))
