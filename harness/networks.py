@@ -100,7 +100,7 @@ def muon(epsilon, **options):
 
 
 def dropout(epsilon, **options):
-    """Like `tied`, with dropout. Its masks depend on the number of micro-batches.
+    """Like `tied`, with dropout.
 
     ReLU would amplify rounding differences at its kink, so the activation is GELU.
     """
@@ -122,6 +122,11 @@ def causal(epsilon, encoder_layers, decoder_layers):
 def long(epsilon, **options):
     """Like `tied`, with sequence lengths that context parallelism divides."""
     return tied(epsilon, **options)
+
+
+def long_dropout(epsilon, **options):
+    """Like `dropout`, with sequence lengths that context parallelism divides."""
+    return dropout(epsilon, **options)
 
 
 def long_causal(epsilon, **blocks):
@@ -294,6 +299,7 @@ DEEP_NETWORKS = {
     "deep_packed": packed,
     "deep_causal": causal,
     "deep_long": long,
+    "deep_long_dropout": long_dropout,
     "deep_long_causal": long_causal,
     "deep_long_moe": long_moe,
     "deep_llama": llama,

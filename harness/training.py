@@ -229,6 +229,7 @@ _DATA = {
     "packed": _with_segments,
     "causal": _as_texts,
     "long": _divisible,
+    "long_dropout": _divisible,
     "moe": _as_texts,
     "moe_global": _as_texts,
     "llama": _as_texts,

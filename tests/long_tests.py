@@ -166,7 +166,7 @@ LONG_TESTS = [
         "planner/test_formulas.py; layers/test_context_attention.py",
     ),
     LongTest(
-        "trainers/engines/test_mesh.py::test_dropout_on_a_mesh_depends_on_the_seed_only",
+        "trainers/engines/test_mesh.py::test_dropout_losses_on_a_mesh_match_one_process",
         "",
         "parallel/tensor_parallel/test_dropout.py",
     ),

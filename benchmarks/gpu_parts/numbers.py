@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.attention_core import attention
-from dtransformer.parallel.tracing.dropout_seed import kept_elements
+from dtransformer.parallel.mesh.random_numbers import kept_elements
 from dtransformer.trainers import Trainer
 from harness.launch import launch, tail
 from harness.layouts import ALONE

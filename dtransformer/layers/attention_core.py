@@ -6,16 +6,17 @@ import warnings
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.attention_dropout import AttentionDropout
 from dtransformer.layers.attention_mask import allowed
 from dtransformer.layers.attention_options import AttentionOptions
-from dtransformer.layers.blockwise_attention import ALL_POSITIONS, blockwise_attention
+from dtransformer.layers.blockwise_attention import blockwise_attention
 from dtransformer.layers.cudnn_attention import auto_uses_cudnn, cudnn_attention, cudnn_obstacle
 from dtransformer.layers.elementwise import add_to_rows, apply_soft_cap, scale, select
 from dtransformer.layers.online_softmax import attention_context, attention_scores, per_head
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.limits import MIN_BLOCKWISE_SCORES
 from dtransformer.parallel.context_parallel.exchange import LocalExchange, context_exchange
-from dtransformer.parallel.mesh.axis_rules import constrain_both
+from dtransformer.parallel.mesh.axis_rules import constrain, constrain_both
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 IMPLEMENTATIONS = "auto", "reference", "blockwise", "cudnn"
@@ -80,7 +81,11 @@ def reference_attention(
         scores = select(visible, scores, scores.dtype.min)
     probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
     if options.dropout is not None:
-        probabilities = _drop_by_rows(options.dropout, probabilities, *options.reach)
+        shape = static_or_dynamic_shape(probabilities)
+        mask = AttentionDropout(options.dropout, shape).all()
+        # Each device stores the mask of its heads only.
+        mask = constrain(mask, ("batch", "heads", None, "memory_length"))
+        probabilities = options.dropout.drop(probabilities, mask)
     context = _weighted_sum(probabilities, values)
     if options.sinks is not None:
         sums = tf.reduce_logsumexp(scores, axis=-1, keepdims=True)
@@ -175,28 +180,6 @@ def chosen_implementation(
 @functools.cache
 def _warn_once(obstacle):
     warnings.warn(f"Attention is computed without cuDNN: {obstacle}.", stacklevel=2)
-
-
-def _drop_by_rows(dropout, probabilities, causal, window):
-    """Drop elements of all probabilities with the masks that blockwise attention would draw."""
-    s, t = probabilities.shape[2:]
-    spans = []
-    if s is not None and t is not None:
-        plan = LocalExchange(s, t).plan
-        rows = plan.rows(ALL_POSITIONS[0])
-        columns = plan.visible_columns(causal, window, ALL_POSITIONS)[0]
-        spans = [(row, blocks[0].start, blocks[-1].end) for row, blocks in zip(rows, columns)]
-    # A single block needs no slices.
-    if len(spans) < 2 and all(span[1:] == (0, t) for span in spans):
-        return dropout.drop(probabilities, dropout.draw_mask(probabilities))
-    rows = []
-    for index, ((first, last), start, end) in enumerate(spans):
-        row = probabilities[:, :, first:last]
-        visible = row[..., start:end]
-        visible = dropout.drop(visible, dropout.draw_mask(visible, index))
-        parts = [row[..., :start], visible, row[..., end:]]
-        rows.append(_concat([part for part in parts if part.shape[3]], axis=3))
-    return _concat(rows, axis=2)
 
 
 def _concat(parts, axis):

@@ -28,8 +28,8 @@ class AttentionOptions:
         soft_cap: Float c. Replaces a score x by c·tanh(x / c) before masking
             ([Gemma Team, 2024](https://arxiv.org/abs/2408.00118), section 2). `None` disables it
             (default).
-        dropout: `DropoutMasks` of the probabilities, one mask per block of queries, see
-            `ContextPlan.visible_columns`. `None` disables dropout (default).
+        dropout: `DropoutMasks` of the probabilities, see `AttentionDropout`. `None` disables dropout
+            (default).
         softmax_compute_type: Type of the softmax. Defaults to `"float32"`.
         sinks: Tensor of shape `[n]` with one extra score per head. It takes part in the softmax and
             adds nothing to the output ([Xiao et al., 2023](https://arxiv.org/abs/2309.17453),
@@ -76,21 +76,6 @@ class AttentionOptions:
         """Return unmasked scores in the compute type, after the soft cap."""
         scores = tf.cast(attention_scores(q, k), self.compute_type)
         return scores if self.soft_cap is None else apply_soft_cap(scores, self.soft_cap)
-
-    def draw_masks(
-        self, depends_on: tf.Tensor, part: int, sizes: list[int]
-    ) -> list[tf.Tensor | None]:
-        """Return one dropout mask per block of keys, or `None` for each block without dropout.
-
-        Args:
-            depends_on: Tensor of shape `[..., s, d]` that must be computed before the masks are drawn.
-            part: Integer. Index of the mask.
-            sizes: List of integers. Number of keys of each block.
-        """
-        if self.dropout is None or not sizes:
-            return [None] * len(sizes)
-        mask = self.dropout.draw_mask(depends_on, part, width=sum(sizes), depends_on=depends_on)
-        return [mask] if len(sizes) == 1 else tf.split(mask, sizes, axis=-1)
 
     def context(
         self, probabilities: tf.Tensor, v: tf.Tensor, dropout_mask: tf.Tensor | None

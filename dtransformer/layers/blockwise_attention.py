@@ -20,6 +20,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from dtransformer.layers.attention_dropout import AttentionDropout
 from dtransformer.layers.attention_mask import Segments, expand_mask, same_segment
 from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.online_softmax import (
@@ -34,6 +35,7 @@ from dtransformer.parallel.context_parallel.plan import Columns, Range
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 # Maximum numbers of queries and keys per block, if a device has all positions and if it has a
 # shard.
@@ -221,7 +223,7 @@ class _Blocks:
         self.context = options.context
         sizes = ALL_POSITIONS if self.plan.has_all_positions else SOME_POSITIONS
         self.rows = self.plan.rows(sizes[0])
-        by_position = not (options.bias is None and mask is None)
+        by_position = not (options.bias is None and mask is None and options.dropout is None)
         # Indexed by round, then by block of queries.
         self.columns = self.plan.visible_columns(*options.reach, sizes, by_position)
 
@@ -277,9 +279,38 @@ class _Blocks:
         return self.exchange.spread(constrain(x, (None, None, "heads", None, None)))
 
     def draw_masks(self, queries, round_id, row):
-        """Return the dropout mask of each block of keys, for a round and a block of queries."""
-        sizes = [column.end - column.start for column in self.columns[round_id][row]]
-        return self._options.draw_masks(queries, round_id * len(self.rows) + row, sizes)
+        """Return the dropout mask of each block of keys, for a round and a block of queries.
+
+        Without dropout the masks are `None`. They are drawn after the tensor `queries`.
+        """
+        columns = self.columns[round_id][row]
+        dropout = self._options.dropout
+        if dropout is None or not columns:
+            return [None] * len(columns)
+        _, b, n, *_ = static_or_dynamic_shape(queries)
+        shape = [b, n * self.plan.head_parts, self.plan.num_queries, self.plan.num_keys]
+        masks = AttentionDropout(dropout.after(queries), shape)
+        return [self._dropout_mask(masks, self.rows[row], column) for column in columns]
+
+    def _dropout_mask(self, masks, row, column):
+        """Return the mask `[c, b, n, s, t]` of a block of queries and keys."""
+        plan = self.plan
+        parts = plan.position_parts
+        start, end = row
+        keys = (column.position, column.position + column.end - column.start)
+        if plan.is_striped:
+            mask = masks.block((start * parts, end * parts), keys)
+            split = [end - start, parts]
+            order = [3, 0, 1, 2, 4]
+        else:
+            firsts = [part * plan.num_local_queries for part in range(parts)]
+            blocks = [masks.block((first + start, first + end), keys) for first in firsts]
+            mask = tf.concat(blocks, axis=2)
+            split = [parts, end - start]
+            order = [2, 0, 1, 3, 4]
+        b, n, _, t = static_or_dynamic_shape(mask)
+        mask = tf.transpose(tf.reshape(mask, [b, n, *split, t]), order)
+        return self.exchange.spread(constrain(mask, (None, "batch", None, None, None)))
 
 
 def _take_rows(x, row):

@@ -1,16 +1,16 @@
-"""Stateless dropout: masks are a function of a seed, the layer and the rank."""
+"""Stateless dropout: masks are a function of a seed, the layer and the row of the batch."""
 
 import dataclasses
 
 import tensorflow as tf
 
 from dtransformer.layers.base import StreamLayer, check_rate, register
+from dtransformer.parallel.mesh.random_numbers import kept_elements
 from dtransformer.parallel.ops.custom_gradient import custom_gradient, delay_seed
 from dtransformer.parallel.tracing.dropout_seed import (
     RandomLayer,
     current_dropout_seed,
     current_random_id,
-    kept_elements,
 )
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -19,8 +19,9 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 class Dropout(RandomLayer, StreamLayer):
     """Set a random fraction of the inputs to zero and scale up the rest.
 
-    Inside `dropout_seed` the mask depends only on that seed and on the layer's path. Outside of it,
-    the seed is drawn from TensorFlow's global generator.
+    Inside `dropout_seed` the mask of a row depends only on that seed, the layer's path and the index
+    of the row in the global batch, so it is the same on every layout. Outside of it, the seed is
+    drawn from TensorFlow's global generator.
 
     Reference: Srivastava et al., 2014, "Dropout: a simple way to prevent neural networks from
     overfitting"
@@ -29,7 +30,7 @@ class Dropout(RandomLayer, StreamLayer):
         rate: Float in [0, 1). Fraction of elements to drop.
 
     Call arguments:
-        inputs: Tensor of any shape.
+        inputs: Tensor of any shape. The first dimension is the rows of a batch.
         training: Boolean, whether to apply dropout. Defaults to `False`.
 
     Output shape:
@@ -47,7 +48,10 @@ class Dropout(RandomLayer, StreamLayer):
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         masks = self.masks(training)
-        return inputs if masks is None else masks.drop(inputs, masks.draw_mask(inputs))
+        if masks is None:
+            return inputs
+        mask = masks.draw_mask(static_or_dynamic_shape(inputs))
+        return masks.drop(inputs, mask)
 
     def masks(self, training: bool) -> "DropoutMasks | None":
         """Return the masks for inputs that are computed in parts, or `None` without dropout."""
@@ -62,7 +66,7 @@ class DropoutMasks:
 
     Args:
         rate: Float. Fraction of elements to drop.
-        seed: Integer tensor of shape `[2]`.
+        seed: Integer tensor, see `dropout_seed`.
         random_id: Integer that identifies the layer.
     """
 
@@ -70,27 +74,25 @@ class DropoutMasks:
     seed: tf.Tensor
     random_id: int | tf.Tensor
 
-    def draw_mask(
-        self,
-        x: tf.Tensor,
-        part: int = 0,
-        width: int | None = None,
-        depends_on: tf.Tensor | None = None,
-    ) -> tf.Tensor:
+    def after(self, tensor: tf.Tensor) -> "DropoutMasks":
+        """Return equal masks that are drawn after the computation of a tensor.
+
+        Without this dependency TensorFlow may draw a mask, and store it, long before its use.
+
+        Args:
+            tensor: Tensor that must be computed before the masks.
+        """
+        return dataclasses.replace(self, seed=delay_seed(self.seed, tensor))
+
+    def draw_mask(self, shape: list, part: int = 0) -> tf.Tensor:
         """Return a boolean mask of the elements to keep.
 
         Args:
-            x: Tensor of the part's shape.
+            shape: List of the part's dimensions, integers or scalar tensors. The first one is the
+                rows of a batch.
             part: Integer. Index of the part. Defaults to `0`.
-            width: Integer. Last dimension of the mask. Defaults to the last dimension of `x`.
-            depends_on: Tensor that must be computed before the mask. Without it TensorFlow may draw the
-                mask, and store it, long before its use. Defaults to `None`.
         """
-        seed = self.seed if depends_on is None else delay_seed(self.seed, depends_on)
-        shape = static_or_dynamic_shape(x)
-        if width is not None:
-            shape = [*shape[:-1], width]
-        return kept_elements(shape, self.rate, seed, self.random_id, part)
+        return kept_elements(shape, self.rate, self.seed, self.random_id, part)
 
     def drop(self, x: tf.Tensor, is_kept: tf.Tensor) -> tf.Tensor:
         """Return x with dropped elements set to 0 and the others scaled by 1 / (1 − rate).

@@ -11,8 +11,8 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.quantized import QuantizedMixin
+from dtransformer.parallel.mesh.training_noise import InputDropout
 from dtransformer.parallel.ops.low_rank import LowRank, get_low_rank
-from dtransformer.parallel.ops.training_noise import InputDropout
 from dtransformer.parallel.pipeline_parallel import stage_weights
 
 

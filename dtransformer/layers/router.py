@@ -9,6 +9,7 @@ from dtransformer.layers.arguments import as_moe_config
 from dtransformer.layers.base import Layer, register
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import check_moe_config
+from dtransformer.parallel.mesh.random_numbers import random_floats
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
@@ -16,7 +17,6 @@ from dtransformer.parallel.tracing.dropout_seed import (
     RandomLayer,
     current_dropout_seed,
     current_random_id,
-    random_floats,
 )
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 

@@ -23,7 +23,7 @@ from dtransformer.models import weight_shapes
 from dtransformer.models.input_keys import InputKeys
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.mesh.axis_rules import constrain
-from dtransformer.parallel.ops.training_noise import EmbeddingNoise
+from dtransformer.parallel.mesh.training_noise import EmbeddingNoise
 from dtransformer.parallel.pipeline_parallel.stage_weights import share_weights
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 from dtransformer.transformer_config import TransformerConfig

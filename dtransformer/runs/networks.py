@@ -13,7 +13,7 @@ from dtransformer.models.lora import get_adapters
 from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained.load import from_pretrained, read_architecture
 from dtransformer.models.weight_paths import unfreeze
-from dtransformer.parallel.ops.training_noise import EmbeddingNoise
+from dtransformer.parallel.mesh.training_noise import EmbeddingNoise
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import is_run

@@ -23,17 +23,29 @@ from dtransformer.trainers.optimizer.reduction import reduce_sum
 
 
 class StepScalars(typing.NamedTuple):
-    """Scalars of a training step, identical on all ranks except for the seed.
+    """Scalars of a training step, identical on all ranks except for `first_rows`.
 
     Args:
         counts: Float32 tensor [n]. Counts of the global batch, see `Objective.counts`.
         loss_scale: Float32 scalar that multiplies the loss.
         seed: Int64 tensor [2]. Seed of the dropout masks.
+        first_rows: Int64 tensor [m]. Index in the global batch of the first local row of each
+            micro-batch.
     """
 
     counts: tf.Tensor
     loss_scale: tf.Tensor
     seed: tf.Tensor
+    first_rows: tf.Tensor
+
+    def of_micro_batch(self, i: int | tf.Tensor) -> "StepScalars":
+        """Return the scalars of micro-batch `i`."""
+        return self._replace(first_rows=tf.expand_dims(self.first_rows[i], 0))
+
+    @property
+    def dropout_seed(self) -> tf.Tensor:
+        """Int64 tensor [3]: the seed and the first row of one micro-batch."""
+        return tf.concat([self.seed, self.first_rows], 0)
 
 
 class StepLayout(typing.NamedTuple):
@@ -110,7 +122,7 @@ class ForwardStep:
             tape,
             self._unsharding("train"),
             trace.tape_opened_here(),
-            trace.training_forward(scalars.seed) as reported,
+            trace.training_forward(scalars.dropout_seed, inputs) as reported,
         ):
             tape.watch(values)
             outputs, changes = self.outputs_and_states(inputs, training=True)

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing.tensor_specs import count_rows
 
@@ -62,6 +63,26 @@ class RowSharding:
         local_parts = [take_shard(part, *job.data_shard()) for part in parts]
         with tf.device("CPU:0"):
             return keras.tree.map_structure(concat_rows, *local_parts)
+
+    def first_rows(self, batch: object, num_parts: int) -> tf.Tensor:
+        """Return the index of this data shard's first row in each part of the global batch.
+
+        Ranks with separate batches of equal size count as one batch, in the order of the ranks.
+
+        Args:
+            batch: Nested tensors [b, ...], before `local_rows`.
+            num_parts: Integer. Number of micro-batches.
+
+        Returns:
+            An int64 tensor `[num_parts]`.
+        """
+        shard, num_shards = job.data_shard()
+        rows = tf.cast(count_rows(keras.tree.flatten(batch)[0]), INDEX_TYPE)
+        bounds = rows * tf.range(num_parts + 1, dtype=INDEX_TYPE) // num_parts
+        if not self.is_global:
+            return shard * rows + bounds[:-1]
+        sizes = bounds[1:] - bounds[:-1]
+        return bounds[:-1] + sizes * shard // num_shards
 
     def gather_rows(self, outputs: object) -> object:
         """Return the outputs of all rows, from nested outputs [local b, ...] of each data shard."""

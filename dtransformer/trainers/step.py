@@ -5,7 +5,6 @@ import tensorflow as tf
 
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
-from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_table
 from dtransformer.trainers.engines import make_forward_backward
@@ -54,7 +53,7 @@ class Step:
         """Derive all seeds from the job's seed, which a checkpoint may have changed."""
         if self._optimizer_step.rounding is not None:
             self._optimizer_step.rounding.take_seed()
-        self._seed = tf.constant(derived_seed("dropout", job.data_shard()[0]), INDEX_TYPE)
+        self._seed = tf.constant(derived_seed("dropout"), INDEX_TYPE)
 
     def num_updates(self):
         """Return the number of optimizer steps so far, read from the device."""
@@ -72,7 +71,8 @@ class Step:
             ranks' batch fingerprints.
         """
         local_batch = self._local_batch(batch, sharding, self._num_micro_batches)
-        scalars = self._step_scalars(*local_batch)
+        first_rows = sharding.first_rows(batch, self._num_micro_batches)
+        scalars = self._step_scalars(*local_batch, first_rows)
         gradients, outputs, sums = self._forward_backward(*local_batch, scalars)
         metric_inputs = self._metric_inputs(local_batch, outputs)
         if self._needs_reduce:
@@ -105,11 +105,12 @@ class Step:
                 self._states.probe(self._forward.network, self._forward.objective, inputs, labels)
         return local_batch
 
-    def _step_scalars(self, inputs, labels, sample_weight):
+    def _step_scalars(self, inputs, labels, sample_weight, first_rows):
         return StepScalars(
             counts=self._forward.counts(inputs, labels, sample_weight),
             loss_scale=self._optimizer_step.loss_scale.value(),
             seed=tf.stack([self._seed, tf.cast(self._optimizer.iterations, INDEX_TYPE)]),
+            first_rows=first_rows,
         )
 
     def _metric_inputs(self, local_batch, outputs):

@@ -16,6 +16,7 @@ QUICK = """
     long_causal/cp2pp2m2-1f1b@2x2+ring long_moe/dp2cp2ep2-interleaved2@1x4+ring
     moe/dp4ep2@2x2+shard2 moe/dp2mp2ep2m2@2x2+rows+sp+shard3+recompute
     moe/dp2ep2pp2m2-1f1b@2x2 muon/mp2@1x2+rows+whole1
+    dropout/dp2m2@2x1+shard3
 """.split()
 LONG = """
     moe/dp2ep2@2x1 adamw/dp2m2@2x1+shard2+recompute long.used/dp2cp2@2x2+all_gather
@@ -116,6 +117,10 @@ LONG = """
     deep_llama_frozen/dp2pp2m2-1f1b@4x1+shard3 moe/dp2ep2pp2m2-1f1b@2x2+shard3
     lamb/dp2pp2m2-1f1b@4x1+whole2+reduce adamw/dp2m2@2x1+shard2+reduce
     causal/dp2m2-interleaved2@2x1+shard3 causal/dp2mp2m2-interleaved2@1x4+shard3
+    dropout/dp2@2x1 dropout/dp2m2@2x1 dropout/dp2@2x1+shard3+recompute dropout/mp2@1x2
+    dropout/mp2@1x2+rows+sp dropout/dp2mp2m2@1x4+rows+sp dropout/dp2pp2m2-1f1b@4x1
+    dropout/mp2pp2m2-1f1b@2x2+sp long_dropout/cp2@1x2+ulysses long_dropout/cp2@1x2+ring
+    long_dropout/cp2@1x2+all_gather long_dropout/cp4@1x4+ulysses_ring
 """.split()
 # Runs with "+gpu" use the GPU code path (harness/gpu_branch.py). The long suite uses it once for each
 # network and for each layout of two ranks, because layouts do not depend on networks, and for the

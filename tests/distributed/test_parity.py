@@ -21,9 +21,7 @@ def network_name(run):
 
 def one_process_run(run):
     """Return the run of the same network in one process."""
-    network, layout = network_name(run), Run.from_name(run).layout
-    if get_kind(network) == "dropout":  # The dropout masks depend on the micro-batches.
-        return f"{network}/m{layout.micro_batches}@1x1"
+    network = network_name(run)
     runs = QUICK if run in QUICK else RUNS  # The quick suite skips unneeded runs.
     is_used = any(USED in other_run and network_name(other_run) == network for other_run in runs)
     return f"{network}{USED * is_used}/alone@1x1"

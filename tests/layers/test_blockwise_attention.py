@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import CrossEntropyLoss, attention_core, blockwise_attention
+from dtransformer.layers import CrossEntropyLoss, attention_dropout, blockwise_attention
 from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.dropout import Dropout
@@ -42,9 +42,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Use blocks of 3 queries and 4 keys, which do not divide the lengths."""
+    """Use blocks of 3 queries and 4 keys, and tiles of dropout, which do not divide the lengths."""
     monkeypatch.setattr(blockwise_attention, "ALL_POSITIONS", (3, 4))
-    monkeypatch.setattr(attention_core, "ALL_POSITIONS", (3, 4))
+    monkeypatch.setattr(attention_dropout, "TILE", (4, 5))
 
 
 def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
@@ -181,7 +181,7 @@ def train_losses(implementation, **options):
 
 @on_mesh
 def test_blockwise_training_on_a_mesh_matches_reference():
-    blockwise_attention.ALL_POSITIONS = attention_core.ALL_POSITIONS = 5, 4
+    blockwise_attention.ALL_POSITIONS = 5, 4
     options = {"positions": "alibi", "prefix": True}
     expected = train_losses("reference", **options)
     start(data_parallel=2, model_parallel=2, sequence_parallel=True)

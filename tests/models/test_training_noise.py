@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss, Linear
 from dtransformer.models import CausalLM, add_lora
-from dtransformer.parallel.ops.training_noise import EmbeddingNoise, InputDropout
+from dtransformer.parallel.mesh.training_noise import EmbeddingNoise, InputDropout
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.trainers import Trainer

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.parallel.tracing.dropout_seed import kept_elements
+from dtransformer.parallel.mesh.random_numbers import kept_elements, random_floats
 
 
 def dropout_mask(shape, rate, seed=0, function=kept_elements):
@@ -32,6 +32,33 @@ def test_static_and_dynamic_shapes_give_the_same_mask(shape):
 def test_xla_gives_the_same_mask(rate):
     compiled = tf.function(lambda seed: kept_elements([40, 400], rate, seed), jit_compile=True)
     np.testing.assert_array_equal(compiled(tf.constant([0, 7])), dropout_mask([40, 400], rate))
+
+
+@pytest.mark.parametrize("shape", [[8, 7], [8, 3, 5], [8, 2, 4, 16], [8, 33]])
+@pytest.mark.parametrize("rate", [0.1, 0.999])
+def test_parts_of_a_batch_have_the_masks_of_the_full_batch(shape, rate):
+    expected = dropout_mask(shape, rate)
+    for first, last in ((0, 3), (3, 4), (4, 8)):
+        seed = tf.constant([0, 7, first, last - first], "int64")
+        mask = kept_elements([last - first, *shape[1:]], rate, seed)
+        np.testing.assert_array_equal(mask, expected[first:last])
+        compiled = tf.function(lambda rows, seed: kept_elements([rows, *shape[1:]], rate, seed))
+        mask = compiled(tf.constant(last - first), seed)
+        np.testing.assert_array_equal(mask, expected[first:last])
+
+
+def test_network_splits_each_row_into_several_rows():
+    expected = dropout_mask([16, 5], 0.5)
+    mask = kept_elements([8, 5], 0.5, tf.constant([0, 7, 3, 4], "int64"))
+    np.testing.assert_array_equal(mask, expected[6:14])
+
+
+@pytest.mark.parametrize("part", [0, 3])
+def test_random_floats_of_parts_equal_the_full_batch(part):
+    expected = random_floats([6, 5, 3], tf.constant([1, 2]), part).numpy()
+    assert len(np.unique(expected)) == expected.size and 0 <= expected.min() < expected.max() < 1
+    numbers = random_floats([2, 5, 3], tf.constant([1, 2, 4, 2]), part)
+    np.testing.assert_array_equal(numbers, expected[4:])
 
 
 def test_dropout_masks_of_rows_columns_and_seeds_are_independent():

@@ -11,7 +11,7 @@ import tensorflow as tf
 from dtransformer.models.generation import logits_rules
 from dtransformer.models.generation.logits_rules import is_any
 from dtransformer.models.generation.options import GenerationOptions
-from dtransformer.parallel.tracing.dropout_seed import random_floats
+from dtransformer.parallel.mesh.random_numbers import random_floats
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
@@ -147,5 +147,7 @@ class Sampling:
         logits = logits_rules.min_p(logits, options.min_p)
         # The argmax of logits plus Gumbel noise is a sample from their softmax. TensorFlow's own
         # sampling op returns other values under XLA.
-        draw = tf.maximum(random_floats(tf.shape(logits), self._seed, position), 1e-20)
+        draw = tf.maximum(
+            random_floats(static_or_dynamic_shape(logits), self._seed, position), 1e-20
+        )
         return tf.argmax(logits - tf.math.log(-tf.math.log(draw)), axis=-1, output_type="int32")

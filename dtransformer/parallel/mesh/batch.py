@@ -96,6 +96,23 @@ def put_scalars(numbers) -> tf.Tensor:
     return put_replicated(tf.pad(numbers, [[0, max(0, 256 - numbers.shape[0])]]))
 
 
+def put_seed(seed: tf.Tensor) -> tf.Tensor:
+    """Put a dropout seed `[3]` on the mesh, followed by each device's coordinate on the data axis.
+
+    The layout of the result is replicated although the coordinate differs between devices, so that
+    each device can draw the random numbers of its rows. See `random_numbers.py`.
+
+    Returns:
+        A DTensor, padded like the result of `put_scalars`. The first four elements are the seed.
+    """
+    axis = mesh_axis("batch")
+    locations = job.mesh().local_device_locations()
+    coordinates = [0 if axis is None else location[axis] for location in locations]
+    padding = tf.zeros([252], seed.dtype)
+    shards = [tf.concat([seed, tf.constant([x], seed.dtype), padding], 0) for x in coordinates]
+    return _pack(shards, (None,))
+
+
 def put_replicated(value) -> tf.Tensor:
     """Put a copy of a tensor on every device of the mesh."""
     value = tf.convert_to_tensor(value)

@@ -7,11 +7,10 @@ References:
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-
-from dtransformer.parallel.ops.training_noise import InputDropout
 
 # Kind of adapter -> suffixes of its variables: A, B and the magnitudes m.
 KINDS = {"lora": "ab", "dora": "abm"}
@@ -39,7 +38,7 @@ class LowRank:
     a: keras.Variable
     b: keras.Variable
     scale: float
-    dropout: InputDropout | None = None
+    dropout: Callable[[tf.Tensor], tf.Tensor] | None = None
     m: keras.Variable | None = None
 
     @property

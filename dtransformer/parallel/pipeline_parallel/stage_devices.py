@@ -21,6 +21,7 @@ from dtransformer.parallel.mesh.batch import (
     put_batch,
     put_replicated,
     put_scalars,
+    put_seed,
     put_sharded,
 )
 from dtransformer.parallel.mesh.function import MeshFunction, wait
@@ -75,7 +76,7 @@ class LocalExecutor:
     # Convert nested inputs, or numbers that change between steps, for compiled functions.
     # `replicate` lays out nested results inside a function for `local`, which converts them to
     # local tensors.
-    put_sharded = put_scalars = replicate = local = staticmethod(lambda value: value)
+    put_sharded = put_scalars = put_seed = replicate = local = staticmethod(lambda value: value)
     # Lay out the value of a `CrossStageTensor` inside a function, split a list of values into this
     # rank's shards, and join shards to values.
     relayout = shards = from_shards = staticmethod(lambda tensors, value: value)
@@ -154,6 +155,7 @@ class MeshExecutor(LocalExecutor):
     put_batch = staticmethod(put_batch)
     put_sharded = staticmethod(put_sharded)
     put_scalars = staticmethod(put_scalars)
+    put_seed = staticmethod(put_seed)
     replicate = staticmethod(replicate)
     gradient_shards = staticmethod(unpacked)
     wait = staticmethod(wait)

@@ -1,25 +1,19 @@
 """Reproducible random numbers of layers, such as dropout masks.
 
-They depend only on a seed, the random id of the layer and the shape. A block that is computed again
-in the backward pass therefore draws the same masks.
+They depend only on a seed, the random id of the layer, the row of the global batch and the shape of a
+row. A block that is computed again in the backward pass therefore draws the same masks, and so does
+every layout. `mesh/random_numbers.py` draws them.
 """
 
 import contextlib
-import math
 import types
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import tensorflow as tf
 
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.trace import Scoped
-
-_PHILOX = 1
-"""Id of the Philox algorithm in TensorFlow's random operations."""
-
-_THRESHOLDS = 2**62
-"""Offset of the random numbers that select thresholds. Parts of masks have smaller offsets."""
 
 _random_ids = Scoped("random_ids", types.MappingProxyType({}))
 
@@ -45,13 +39,16 @@ def random_layers(layers: Iterable) -> list[RandomLayer]:
 def dropout_seed(seed: tf.Tensor) -> contextlib.AbstractContextManager:
     """Derive all dropout masks inside the `with` block from `seed`.
 
-    A training step sets a seed derived from the job's seed, the step, the micro-batch and the data
-    shard. If a block is computed again in this context, its masks are the same.
+    A training step sets a seed derived from the job's seed and the step. Two more elements are the
+    index of the first local row in the global batch and the number of local rows, so masks do not
+    depend on how rows are divided. On a mesh the fifth element is the coordinate of the device along
+    the data axis, see `put_seed`. If a block is computed again in this context, its masks are the
+    same.
 
     Args:
-        seed: Integer tensor of shape `[2]`.
+        seed: Integer tensor of shape `[2]`, `[4]` or `[5]`.
     """
-    return trace.dropout_seed.set(seed)
+    return trace.dropout_seed.set(None if seed is None else _padded(seed))
 
 
 def current_dropout_seed() -> tf.Tensor:
@@ -59,7 +56,12 @@ def current_dropout_seed() -> tf.Tensor:
     seed = trace.dropout_seed.get()
     if seed is not None:
         return seed
-    return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
+    return _padded(tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32))
+
+
+def _padded(seed):
+    """Append zeros to a seed `[2]`, so that all seeds of a traced function have the same shape."""
+    return tf.pad(seed, [[0, 2]]) if seed.shape[0] == 2 else seed
 
 
 def use_random_ids(ids: dict[int, tf.Tensor]) -> contextlib.AbstractContextManager:
@@ -79,76 +81,3 @@ def replaced_random_ids() -> types.MappingProxyType:
 def current_random_id(layer: RandomLayer) -> int | tf.Tensor:
     """Return the random id of a layer, or its replacement set by `use_random_ids`."""
     return _random_ids.get().get(id(layer), layer.random_id)
-
-
-def kept_elements(
-    shape: Sequence, rate: float, seed: tf.Tensor, random_id: int | tf.Tensor = 0, part: int = 0
-) -> tf.Tensor:
-    """Return a dropout mask: a boolean tensor that is `False` with probability `rate`.
-
-    Each element compares 8 random bits with a threshold. The 256 possible thresholds are too coarse
-    for most rates, so each column of the last dimension draws one of the two thresholds next to
-    `rate`. This makes the probability exact to 2⁻³². On a mesh an element uses 32 bits, because
-    DTensor cannot split a word between elements.
-
-    Args:
-        shape: List of integers, or of scalar tensors for unknown dimensions.
-        rate: Float in [0, 1). Probability of dropping an element.
-        seed: Integer tensor of shape `[2]`.
-        random_id: Integer in [0, 2³¹) or scalar int32 tensor. Masks with the same seed but
-            different ids are independent. Defaults to `0`.
-        part: Integer in [0, 2³⁰). Masks with different parts are independent. Defaults to `0`.
-    """
-    offset = part * 2**32
-    lower = math.floor(rate * 2**8)
-    if trace.is_on_mesh() or lower == 2**8 - 1:
-        threshold = min(round(rate * 2**32), 2**32 - 1)
-        return _random_words(shape, seed, random_id, offset) >= tf.constant(threshold, "uint32")
-    *rows, length = shape or [1]
-    num_words = (length + 3) // 4
-    words = _random_words([*rows, num_words], seed, random_id, offset)
-    bits = tf.reshape(tf.bitcast(words, "uint8"), [*rows, 4 * num_words])[..., :length]
-    fraction = min(round((rate * 2**8 - lower) * 2**32), 2**32 - 1)
-    draws = _random_words([length], seed, random_id, offset + _THRESHOLDS)
-    takes_upper = draws < tf.constant(fraction, "uint32")
-    thresholds = tf.cast(takes_upper, "uint8") + tf.constant(lower, "uint8")
-    return tf.reshape(bits >= thresholds, shape)
-
-
-def random_floats(shape: Sequence, seed: tf.Tensor, random_id: int | tf.Tensor = 0) -> tf.Tensor:
-    """Return float32 random numbers in [0, 1).
-
-    Args:
-        shape: List of integers, or of scalar tensors for unknown dimensions.
-        seed: Integer tensor of shape `[2]`.
-        random_id: See `kept_elements`. Defaults to `0`.
-    """
-    # TensorFlow also uses the low bits of a word. XLA uses the high bits.
-    words = tf.bitwise.bitwise_and(_random_words(shape, seed, random_id), 2**23 - 1)
-    return tf.cast(words, "float32") * 2.0**-23
-
-
-def _random_words(shape, seed, random_id, offset=0):
-    """Return random uint32 numbers from the Philox generator.
-
-    The seed is the key and the id is part of the initial counter, so that numbers with different
-    ids are independent. `tf.random.stateless_uniform` would first hash the seed, which takes 46
-    operations per mask.
-
-    Reference:
-        Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"
-    """
-    # GPUs have kernels for sums of int64, but not of uint64.
-    key = tf.reduce_sum(tf.cast(seed, "int64") * [2**32, 1], keepdims=True)
-    # The operation increments the low word of the counter, which comes first.
-    if isinstance(random_id, int):
-        counter = tf.constant([0, random_id + offset], "uint64")
-    else:
-        counter = tf.cast(tf.stack([0, tf.cast(random_id, "int64") + offset]), "uint64")
-    return tf.raw_ops.StatelessRandomUniformFullIntV2(
-        shape=tf.convert_to_tensor(shape, "int32"),
-        key=tf.cast(key, "uint64"),
-        counter=counter,
-        alg=_PHILOX,
-        dtype="uint32",
-    )

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from dtransformer.parallel.tracing.tensor_specs import count_rows
+
 _code_changing = []
 
 
@@ -101,15 +103,18 @@ def training_step(enabled: bool = True) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def training_forward(seed: tf.Tensor) -> Iterator[dict[str, tf.Tensor]]:
+def training_forward(seed: tf.Tensor, inputs: object) -> Iterator[dict[str, tf.Tensor]]:
     """Trace the forward pass of a training step in the `with` block.
 
     Args:
-        seed: Integer tensor [2]. Seed of the dropout masks.
+        seed: Int64 tensor [3], or [4] on a mesh: seed, first row and coordinate, see `dropout_seed`.
+        inputs: Nested tensors [b, ...], whose rows are counted.
 
     Yields:
         A dict from names to the auxiliary metrics that layers report in the block.
     """
+    num_rows = tf.cast(count_rows(tf.nest.flatten(inputs)[0]), seed.dtype)
+    seed = tf.concat([seed[:3], tf.expand_dims(num_rows, 0), seed[3:]], 0)
     with training_step(), dropout_seed.set(seed), auxiliary_metrics.set({}) as metrics:
         yield metrics
 

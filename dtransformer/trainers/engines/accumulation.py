@@ -24,20 +24,19 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce, labels_on_
 
     Returns:
         A function with the same arguments and results. Gradients and sums are added over the
-        micro-batches, outputs are concatenated. Each micro-batch has different dropout masks.
+        micro-batches, outputs are concatenated. Dropout masks equal the masks of the full batch.
     """
 
     def accumulated(inputs, labels, sample_weight, scalars):
         batch = inputs, labels, sample_weight
 
         def micro_batch(i):
-            seed = micro_batch_seed(scalars.seed, i, num_micro_batches)
             shard = i, num_micro_batches
             gradients, outputs, sums = forward_backward(
                 take_shard(inputs, *shard),
                 take_shard(labels, *shard, on_host=labels_on_host),
                 take_shard(sample_weight, *shard),
-                scalars._replace(seed=seed),
+                scalars.of_micro_batch(i),
             )
             if reduce is not None:
                 gradients = reduce(gradients)
@@ -75,8 +74,3 @@ def accumulate_gradients(forward_backward, num_micro_batches, reduce, labels_on_
 
 def _tensors(nested):
     return [x for x in tf.nest.flatten(nested) if x is not None]
-
-
-def micro_batch_seed(seed, i, num_micro_batches):
-    """Return the dropout seed of micro-batch `i`."""
-    return tf.stack([seed[0], seed[1] * num_micro_batches + tf.cast(i, seed.dtype)])

@@ -14,6 +14,7 @@ from dtransformer.parallel.mesh.batch import (
     num_rows,
     put_batch,
     put_scalars,
+    put_seed,
     put_sharded,
     rows_added,
 )
@@ -64,7 +65,10 @@ class MeshEngine(Engine):
         self._consistency.check((inputs, labels, sample_weight), "train")
         batch = put_batch(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
-        gradients, outputs, sums = self._train(*batch, *map(put_scalars, scalars))
+        counts = put_scalars(scalars.counts)
+        loss_scale = put_scalars(scalars.loss_scale)
+        seed = put_seed(scalars.dropout_seed)
+        gradients, outputs, sums = self._train(*batch, counts, loss_scale, seed)
         self._check_added_rows(inputs, self._train, training=True)
         weights = self._step.network.trainable_variables
         shards = [
@@ -75,7 +79,7 @@ class MeshEngine(Engine):
         return shards, _remove_added_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def training_outputs(self, inputs, seed):
-        outputs = self._outputs(put_sharded(inputs), put_scalars(seed))
+        outputs = self._outputs(put_sharded(inputs), put_seed(seed))
         return _remove_added_rows(outputs, inputs)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
@@ -121,7 +125,7 @@ class MeshEngine(Engine):
 
     def _train_on_mesh(self, inputs, labels, sample_weight, counts, loss_scale, seed):
         job.record_compilation()
-        scalars = StepScalars(counts, loss_scale[0], seed[:2])
+        scalars = StepScalars(counts, loss_scale[0], seed[:2], first_rows=seed[2:4])
         gradients, outputs, sums = self._step.loss_and_gradients(
             inputs, labels, sample_weight, scalars
         )
@@ -133,7 +137,7 @@ class MeshEngine(Engine):
 
     def _outputs_on_mesh(self, inputs, seed):
         job.record_compilation()
-        return replicate(training_outputs(self._step, inputs, seed[:2]))
+        return replicate(training_outputs(self._step, inputs, seed[:4]))
 
     def _test_on_mesh(self, *batch):
         return replicate(self._step.outputs_and_sums(*batch))

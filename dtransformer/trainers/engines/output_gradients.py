@@ -56,12 +56,12 @@ def training_outputs(step, inputs, seed):
     Args:
         step: The `ForwardStep`.
         inputs: Nested tensors [b, ...].
-        seed: Int64 tensor [2]. Seed of the dropout masks.
+        seed: Int64 tensor [3]. Seed of the dropout masks.
 
     Raises:
         ValueError: If the outputs have masks.
     """
-    with trace.with_gradients(False), trace.training_forward(seed):
+    with trace.with_gradients(False), trace.training_forward(seed, inputs):
         outputs = step.outputs(inputs, training=True)
     if _compat.get_keras_masks(outputs):
         raise ValueError(
@@ -86,7 +86,7 @@ def compute_outputs_first(step, engine, num_micro_batches, reduce, compiler):
     """
 
     def first_outputs(inputs, labels, sample_weight, scalars):
-        return [], engine.training_outputs(inputs, scalars.seed), {}
+        return [], engine.training_outputs(inputs, scalars.dropout_seed), {}
 
     def output_gradients(outputs, labels, sample_weight, counts):
         """Return the gradients of the loss for the outputs of all local rows, and its sums."""

@@ -138,7 +138,7 @@ class PipelineEngine(Engine):
         batches = [self.devices.put_batch(*micro_batch) for micro_batch in batches]
         counts = self.devices.put_scalars(scalars.counts)
         loss_scale = self.devices.put_scalars(scalars.loss_scale)
-        step_args = (batches, rows // m, counts, loss_scale, scalars.seed)
+        step_args = (batches, rows // m, counts, loss_scale, scalars)
         self._prepare(*step_args)
         step = PipelineStep(self, *step_args)
         for instruction in self._instructions[self.stage]:
@@ -187,7 +187,8 @@ class PipelineEngine(Engine):
         unsharded = contextlib.nullcontext()
         if step.layout.unshards_weights or self._gathers_on_mesh:
             unsharded = unsharding("train")
-        forward = trace.training_forward(devices.unpack_scalars(seed, [2]))
+        seed_size = 3 if job.mesh() is None else 4
+        forward = trace.training_forward(devices.unpack_scalars(seed, [seed_size]), inputs)
         with unsharded, forward as reported, deferring as deferred:
             outputs, changes = step.outputs_and_states(inputs, True, self._layers(chunk))
             sums = step.layer_sums(changes, inputs, counts, reported)

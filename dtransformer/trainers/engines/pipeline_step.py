@@ -18,7 +18,6 @@ from dtransformer.parallel.schedules.instruction import (
 )
 from dtransformer.parallel.schedules.timeline import Event
 from dtransformer.parallel.weights.sharded_variable import get_local_shards
-from dtransformer.trainers.engines.accumulation import micro_batch_seed
 from dtransformer.trainers.forward_step import with_zeros
 
 
@@ -30,7 +29,7 @@ class PipelineStep:
         batches: List of micro-batches, tuples `(inputs, labels, sample_weight)` of device tensors.
         num_rows: Number of rows of each micro-batch, without rows that were added for the mesh.
         counts, loss_scale: Device tensors, see `StepScalars`.
-        seed: Int64 tensor [2].
+        scalars: `StepScalars` of the step, with the seed and the first rows of micro-batches.
 
     Attributes:
         dataflow: The `Dataflow` of a micro-batch.
@@ -42,14 +41,14 @@ class PipelineStep:
             empty: the function of each chunk, and the names of its compiled TensorFlow functions.
     """
 
-    def __init__(self, engine, batches, num_rows, counts, loss_scale, seed):
+    def __init__(self, engine, batches, num_rows, counts, loss_scale, scalars):
         self._engine = engine
         self._devices = engine.devices
         self._batches = batches
         self._num_rows = num_rows
         self._counts = counts
         self._loss_scale = loss_scale
-        self._seed = seed
+        self._scalars = scalars
         self.dataflow = engine.dataflow(batches[0][0])
         self._last_chunk = self.dataflow.placement.last_chunk
         self._weights = {}  # Chunk -> tensors that gradients are computed for.
@@ -181,7 +180,7 @@ class PipelineStep:
         devices = self._devices
         crossing = self.dataflow.received_by(chunk)
         received = self._take_tensors(crossing, _activations(k, chunk - 1)) if chunk else []
-        seed = devices.put_scalars(micro_batch_seed(self._seed, k, len(self._batches)))
+        seed = devices.put_seed(self._scalars.of_micro_batch(k).dropout_seed)
         function = self._engine.function(chunk, self.dataflow)
         if chunk not in self._weights:
             self._weights[chunk] = function.weights()

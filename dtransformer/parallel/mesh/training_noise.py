@@ -4,13 +4,12 @@ import dataclasses
 
 import tensorflow as tf
 
+from dtransformer.parallel.mesh.random_numbers import kept_elements, random_floats
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.dropout_seed import (
     RandomLayer,
     current_dropout_seed,
     current_random_id,
-    kept_elements,
-    random_floats,
 )
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
