@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.parallel.ops.fused import enable_fusion
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.reports.clusters import ClusterReport
@@ -136,5 +137,6 @@ def set_tensorflow_options(jit_compile: bool | str) -> None:
     tf.config.optimizer.set_experimental_options(
         {"arithmetic_optimization": False, "function_optimization": False}
     )
+    enable_fusion(jit_compile == "auto")
     if takes_gpu_branch():  # XLA fuses elementwise operations, which are bound by memory there.
         tf.config.optimizer.set_jit("autoclustering" if jit_compile == "auto" else False)
