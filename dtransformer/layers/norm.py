@@ -9,6 +9,7 @@ from dtransformer import _compat
 from dtransformer.layers.base import StreamLayer, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.feature_reductions import mean_over_features, sum_to_features
+from dtransformer.parallel.ops.fused import fused
 
 
 class _Norm(StreamLayer):
@@ -89,10 +90,14 @@ class LayerNorm(_Norm):
             )
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
-        @custom_gradient
-        def layer_norm(x, gamma, *beta):
+        def forward(x, gamma, *beta):
             mean = mean_over_features(x)
             unit, inverse = _divide_by_rms(x - mean, self.epsilon)
+            return unit * gamma + beta[0] if beta else unit * gamma, unit, inverse, mean
+
+        @custom_gradient
+        def layer_norm(x, gamma, *beta):
+            y, unit, inverse, mean = fused(forward)(x, gamma, *beta)
             unit_again = _make_unit(unit, x, inverse, mean)
 
             def gradient(dy):
@@ -100,7 +105,7 @@ class LayerNorm(_Norm):
                 dx = (dx - mean_over_features(dy, gamma)) * inverse
                 return dx, dgamma, *(sum_to_features(dy) for _ in beta)
 
-            return unit * gamma + beta[0] if beta else unit * gamma, gradient
+            return y, gradient
 
         beta = [self.weight(self.beta)] if self.use_beta else []
         return layer_norm(x, self.gain(), *beta)
@@ -131,16 +136,20 @@ class RMSNorm(_Norm):
     default_epsilon = 1e-6
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
+        def forward(x, gamma):
+            unit, inverse = _divide_by_rms(x, self.epsilon, self.axes)
+            return unit * gamma, unit, inverse
+
         @custom_gradient
         def rms_norm(x, gamma):
-            unit, inverse = _divide_by_rms(x, self.epsilon, self.axes)
+            y, unit, inverse = fused(forward)(x, gamma)
             unit_again = _make_unit(unit, x, inverse)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit_again(), gamma, self.axes)
                 return dx * inverse, dgamma
 
-            return unit * gamma, gradient
+            return y, gradient
 
         return rms_norm(x, self.gain())
 

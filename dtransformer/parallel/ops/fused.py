@@ -13,7 +13,7 @@ from dtransformer import _compat
 from dtransformer.parallel.ops.gpu_calls import takes_gpu_branch
 from dtransformer.parallel.tracing import trace
 
-# Number of elements from which a pass over memory takes longer than a call of compiled code.
+# Minimum number of elements. For smaller tensors, the call takes longer than a pass over memory.
 MIN_ELEMENTS = 2**18
 
 _is_enabled = False
@@ -29,7 +29,8 @@ def fused(function: Callable) -> Callable:
     """Return a function of tensors that XLA compiles if its largest argument is large.
 
     XLA compiles once for each shape. Arguments with unknown dimensions are therefore computed
-    without XLA, and also tensors on a mesh and in eager mode.
+    without XLA, and also tensors on a mesh and in eager mode. Gradient tapes do not record compiled
+    functions, so call this in a `custom_gradient`.
 
     Args:
         function: Function of tensors without matrix products. It may also read other tensors.
@@ -39,7 +40,9 @@ def fused(function: Callable) -> Callable:
         sizes = [math.prod(arg.shape) for arg in args if arg.shape.is_fully_defined()]
         if len(sizes) < len(args) or max(sizes) < MIN_ELEMENTS or not _can_compile():
             return function(*args)
-        return tf.function(function, autograph=False, jit_compile=True)(*args)
+        compiled = tf.function(function, autograph=False, jit_compile=True)
+        with _compat.without_tapes():
+            return compiled(*args)
 
     return run
 
