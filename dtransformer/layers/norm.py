@@ -9,7 +9,6 @@ from dtransformer import _compat
 from dtransformer.layers.base import StreamLayer, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.feature_reductions import mean_over_features, sum_to_features
-from dtransformer.parallel.ops.fused import fused
 
 
 class _Norm(StreamLayer):
@@ -90,14 +89,10 @@ class LayerNorm(_Norm):
             )
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
-        def forward(x, gamma, *beta):
-            mean = mean_over_features(x)
-            unit, inverse = _divide_by_rms(x - mean, self.epsilon)
-            return unit * gamma + beta[0] if beta else unit * gamma, unit, inverse, mean
-
         @custom_gradient
         def layer_norm(x, gamma, *beta):
-            y, unit, inverse, mean = fused(forward)(x, gamma, *beta)
+            mean = mean_over_features(x)
+            unit, inverse = _divide_by_rms(x - mean, self.epsilon)
             unit_again = _make_unit(unit, x, inverse, mean)
 
             def gradient(dy):
@@ -105,7 +100,7 @@ class LayerNorm(_Norm):
                 dx = (dx - mean_over_features(dy, gamma)) * inverse
                 return dx, dgamma, *(sum_to_features(dy) for _ in beta)
 
-            return y, gradient
+            return unit * gamma + beta[0] if beta else unit * gamma, gradient
 
         beta = [self.weight(self.beta)] if self.use_beta else []
         return layer_norm(x, self.gain(), *beta)
@@ -136,20 +131,16 @@ class RMSNorm(_Norm):
     default_epsilon = 1e-6
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
-        def forward(x, gamma):
-            unit, inverse = _divide_by_rms(x, self.epsilon, self.axes)
-            return unit * gamma, unit, inverse
-
         @custom_gradient
         def rms_norm(x, gamma):
-            y, unit, inverse = fused(forward)(x, gamma)
+            unit, inverse = _divide_by_rms(x, self.epsilon, self.axes)
             unit_again = _make_unit(unit, x, inverse)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit_again(), gamma, self.axes)
                 return dx * inverse, dgamma
 
-            return y, gradient
+            return unit * gamma, gradient
 
         return rms_norm(x, self.gain())
 

@@ -4,7 +4,6 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.ops.custom_gradient import custom_gradient, prevent_reuse
-from dtransformer.parallel.ops.fused import fused
 from dtransformer.parallel.tracing import trace
 
 
@@ -30,7 +29,7 @@ def add_bias(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
 def _sum_of_rows(x, rank):
     """Sum over all dimensions except the last `rank`. 16-bit rows are multiplied by ones."""
     if x.dtype.size > 2:
-        return fused(lambda x: sum_to_features(x, rank))(x)
+        return sum_to_features(x, rank)
     features = x.shape[x.shape.rank - rank :]
     rows = tf.reshape(x, [-1, features.num_elements()])
     # Use separate ones; XLA would merge all products with shared ones.

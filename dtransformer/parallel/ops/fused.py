@@ -41,8 +41,9 @@ def fused(function: Callable) -> Callable:
         if len(sizes) < len(args) or max(sizes) < MIN_ELEMENTS or not _can_compile():
             return function(*args)
         compiled = tf.function(function, autograph=False, jit_compile=True)
+        traced = compiled.get_concrete_function(*args)  # The function may contain a tape.
         with _compat.without_tapes():
-            return compiled(*args)
+            return traced(*args)
 
     return run
 
