@@ -8,6 +8,7 @@ import sys
 
 HOROVODRUN = pathlib.Path(sys.executable).with_name("horovodrun")
 REPOSITORY = pathlib.Path(__file__).parents[1]
+_RUNNING = set()  # Processes that `launch` waits for.
 
 
 def make_command(num_ranks, arguments):
@@ -43,6 +44,7 @@ def launch(num_ranks, arguments, timeout=600, environment=None):
         env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         start_new_session=True,
     )
+    _RUNNING.add(process)
     try:
         texts = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -51,7 +53,15 @@ def launch(num_ranks, arguments, timeout=600, environment=None):
         raise TimeoutError(
             f"{' '.join(command)} did not end within {timeout} s.\n{tail(*texts)}"
         ) from None
+    finally:
+        _RUNNING.discard(process)
     return subprocess.CompletedProcess(command, process.returncode, *texts)
+
+
+def kill_launched():
+    """Kill all programs that `launch` waits for in any thread, with their ranks."""
+    for process in list(_RUNNING):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def tail(stdout, stderr, length=8000):

@@ -12,6 +12,7 @@ from harness.layouts import Layout, parse_layout
 SECONDS_OF_A_RUN = 300  # A rank that takes longer prints its stacks and ends.
 _SECONDS_TO_START = 120
 _RUNS_OF_A_LAUNCH = 60  # Ranks keep some memory of each run until they end.
+USED = ".used"  # Suffix of a network's name that also uses it after training.
 TIMES = "times.jsonl"  # File with the duration of each run.
 
 

@@ -24,9 +24,9 @@ from harness.networks import (
     make,
     make_loss,
 )
+from harness.runs import USED
 
 STEPS, SHORT_STEPS = 20, 5
-USED = ".used"  # Suffix of a network's name that also uses it after training.
 _DRAWN = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
 # Options of `generate`.
 SEARCHES = {

@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import resource
+import subprocess
 import sys
 import time
 
@@ -14,13 +15,15 @@ import dtransformer
 from harness.quick import compile_quickly
 from tests import durations, tiers
 from tests.long_tests import is_long
-from tests.shared_runs import SharedRuns, requested_runs, shared_folder
+from tests.shared_runs import (
+    SharedRuns,
+    launch_in_background,
+    requested_runs,
+    shared_folder,
+)
 
-# This file starts most ranks. Other workers run tests without ranks in the meantime.
-FIRST_FILE = "test_parity.py"
-# Files that need more seconds run before the other files that start ranks.
-MAX_RANK_SECONDS = 20.0
 _START = pytest.StashKey[float]()
+_BACKGROUND = pytest.StashKey[subprocess.Popen]()
 
 
 def pytest_addoption(parser):
@@ -60,7 +63,10 @@ def deselect(config, items, is_excluded):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark the long tests, and run long files first so that all workers end together."""
+    """Mark the long tests, and run long files first so that all workers end together.
+
+    Files with multi-rank runs come last, because their runs start in the background.
+    """
     for item in items:
         if is_long(item.nodeid):
             item.add_marker("long")
@@ -78,12 +84,28 @@ def pytest_collection_modifyitems(config, items):
     def sort_key(path):
         reads_runs = [item.get_closest_marker("runs") is not None for item in files[path]]
         file_seconds = seconds.get(files[path][0].nodeid.partition("::")[0], 0.0)
-        # Files that read runs mostly wait for ranks, so their recorded time is too high.
-        file_seconds = min(file_seconds, MAX_RANK_SECONDS) if any(reads_runs) else file_seconds
-        return path.name != FIRST_FILE, all(reads_runs), -file_seconds, path
+        return any(reads_runs), all(reads_runs), -file_seconds, path
 
     sort_keys = {path: sort_key(path) for path in files}
     items.sort(key=lambda item: sort_keys[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Start the multi-rank runs of all selected tests in the background, once for all workers."""
+    names, config = requested_runs(session.items), session.config
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if not names or worker not in (None, "gw0") or config.option.collectonly:
+        return
+    owner = os.getppid() if worker else os.getpid()
+    folder = shared_folder(config._tmp_path_factory)
+    background = launch_in_background(folder, names, rank_options(config), owner)
+    config.stash[_BACKGROUND] = background
+
+
+def rank_options(config):
+    """Return the arguments of harness/rank.py for a tier."""
+    return ["--quick", *["--short"] * (config.getoption("tier") != "long")]
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -155,7 +177,7 @@ def shared_data():
 @pytest.fixture(scope="session")
 def rank_results(request, tmp_path_factory):
     """Return a function from a run's name to the list of its ranks' results."""
-    options = ["--quick", *["--short"] * (request.config.getoption("tier") != "long")]
+    options = rank_options(request.config)
     return SharedRuns(
         shared_folder(tmp_path_factory), requested_runs(request.session.items), options
     )

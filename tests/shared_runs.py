@@ -1,26 +1,34 @@
 """Multi-rank runs that several test files share, so that ranks start only once.
 
-The mark `runs` lists the runs that a test reads. When a test requests the first result, the fixture
-`rank_results` starts the runs of all selected tests, with one launch for each number of ranks.
+The mark `runs` lists the runs that a test reads. `launch_in_background` launches the runs of all
+selected tests in a separate process, with one launch for each number of ranks. In the meantime the
+workers of pytest run tests of one process. The fixture `rank_results` waits for results.
 """
 
+import argparse
+import concurrent.futures
 import contextlib
 import fcntl
 import os
 import pathlib
+import signal
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from harness.launch import HOROVODRUN
+from harness.launch import HOROVODRUN, REPOSITORY, kill_launched
 from harness.layouts import ALONE
-from harness.runs import Run, launch_runs
+from harness.runs import USED, Run, launch_runs
 
 # Tasks that read the checkpoints of all layouts. They run in a second launch, after all saves.
 LATER = (
     "tests.distributed.tasks.checkpoints:restore_remaining",
     "tests.distributed.tasks.other_shards:restore_all",
 )
+_LATER = "-later"  # Suffix of their launch.
 needs_horovod = pytest.mark.skipif(
     not HOROVODRUN.exists(),
     reason="Horovod is not installed: dtransformer doctor --install-horovod",
@@ -70,9 +78,16 @@ def on_ranks(layout):
 
 
 def requested_runs(items):
-    """Return the names of all runs that tests read, without duplicates."""
+    """Return the names of all runs that tests read, and of the runs that these need."""
     marks = [mark for item in items for mark in item.iter_markers("runs")]
-    return list(dict.fromkeys(name for mark in marks for name in mark.args))
+    names = [name for mark in marks for name in mark.args]
+    needed = [one_device_run(name) for name in names if USED in name]
+    return list(dict.fromkeys(names + needed))
+
+
+def one_device_run(name):
+    """Return the run of the same task on one device. Runs of `NETWORK.used` load its weights."""
+    return Run(Run.from_name(name).task, ALONE).name
 
 
 class SharedRuns:
@@ -107,43 +122,52 @@ class SharedRuns:
             pytest.fail(errors, pytrace=False)
         return run.read(self.folder)
 
-    def _launch(self, start):
-        """Launch all unfinished runs of a start.
+    def launch_all(self):
+        """Launch all runs: one device first, then meshes beside several ranks, then the later tasks.
 
-        While another worker launches them, launch the remaining runs of other starts.
+        Other processes wait for each launch, because this process locks all of them first.
         """
-        if self._launch_if_free(start, waits=start == _start(ALONE)):
-            return
-        other_starts = {_start(run.layout) for run in self._runs} - {start, _start(ALONE)}
-        for other_start in sorted(other_starts):
-            self._launch_if_free(other_start)
-        self._launch_if_free(start, waits=True)
+        starts = {_start(run.layout, run.task): run.layout.ranks for run in self._runs}
+        if not HOROVODRUN.exists():
+            starts = {start: num_ranks for start, num_ranks in starts.items() if num_ranks == 1}
+        later = [start for start in starts if start.endswith(_LATER)]
+        others = sorted(starts.keys() - {_start(ALONE), *later})
+        with contextlib.ExitStack() as stack:
+            locks = {start: stack.enter_context(self._lock(start)) for start in sorted(starts)}
 
-    def _launch_if_free(self, start, waits=False):
-        """Launch all runs of a start unless another worker does. Return whether none does."""
+            def launch_in_turn(starts):
+                for start in starts:
+                    self._launch_unfinished(start)
+                    locks[start].close()  # This also unlocks the file.
+
+            launch_in_turn(start for start in starts if start == _start(ALONE))
+            meshes = [start for start in others if starts[start] == 1]
+            several_ranks = [start for start in others if starts[start] > 1]
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                list(pool.map(launch_in_turn, (meshes, several_ranks)))
+            launch_in_turn(later)
+
+    def _launch(self, start):
+        """Launch all unfinished runs of a start. Wait if another process launches them."""
+        with self._lock(start):
+            self._launch_unfinished(start)
+
+    def _launch_unfinished(self, start):
         runs = [run for run in self._runs if _start(run.layout, run.task) == start]
-        with _locked(self.folder / f"{start}.lock", waits) as is_free:
-            if is_free and runs:
-                launch_runs(runs[0].layout.ranks, runs, self.folder, self._options)
-        return is_free
+        if runs:
+            launch_runs(runs[0].layout.ranks, runs, self.folder, self._options)
+
+    def _lock(self, start):
+        """Return an open file with a lock. Closing it unlocks it."""
+        file = open(self.folder / f"{start}.lock", "w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return file
 
 
 def _start(layout, task=""):
     """Return a key for runs that one launch can execute together."""
     name = "alone" if layout.ranks == layout.devices == 1 else f"{layout.ranks}-ranks"
-    return name + "-later" * (task in LATER)
-
-
-@contextlib.contextmanager
-def _locked(path, waits):
-    """Lock a file and yield whether this process has the lock. Only wait for it if `waits`."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+    return name + _LATER * (task in LATER)
 
 
 def shared_folder(tmp_path_factory):
@@ -156,3 +180,58 @@ def shared_folder(tmp_path_factory):
     folder = pathlib.Path(os.environ.get("DTRANSFORMER_RUNS", folder)).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def launch_in_background(folder, names, options, owner):
+    """Launch runs in a separate process, which ends with the process `owner`.
+
+    Args:
+        folder: Folder of results.
+        names: List of names of runs.
+        options: List of additional arguments of harness/rank.py.
+        owner: Process id. If this process ends, the ranks are killed.
+
+    Returns:
+        The process, a `subprocess.Popen`.
+    """
+    arguments = [f"--owner={owner}", f"--options={' '.join(options)}", folder, *names]
+    with open(folder / "background.log", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.shared_runs", *map(str, arguments)],
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def _end_with(owner):
+    """Wait until a process has ended. Then kill all ranks and end this process."""
+    while is_process_alive(owner):
+        time.sleep(1)
+    kill_launched()
+    os._exit(1)
+
+
+def is_process_alive(process_id):
+    """Return whether a process exists, by its id."""
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Launch runs until a process ends.")
+    parser.add_argument("--owner", type=int, required=True)
+    parser.add_argument("--options", default="")
+    parser.add_argument("folder")
+    parser.add_argument("names", nargs="+")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The owner ends after an interrupt.
+    threading.Thread(target=_end_with, args=(arguments.owner,), daemon=True).start()
+    SharedRuns(arguments.folder, arguments.names, arguments.options.split()).launch_all()
+
+
+if __name__ == "__main__":
+    main()

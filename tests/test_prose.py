@@ -4,6 +4,7 @@ Each folder and page has a ceiling of stilted phrases per 1,000 words in tests/p
 After an improvement, run `python -m harness.prose --lower`, which never raises a ceiling.
 """
 
+import functools
 import pathlib
 import subprocess
 
@@ -11,10 +12,14 @@ import pytest
 
 from harness import prose
 
-FILES = prose.default_files()
-PASSAGES = [passage for file in FILES for passage in prose.passages(file)]
 CEILINGS = prose.read_ceilings(prose.CEILINGS.read_text("utf-8"))
 MAX_SHOWN = 40
+
+
+@functools.cache
+def read_passages():
+    """Return the passages of all files. Reading takes seconds, so collecting tests does not."""
+    return [passage for file in prose.default_files() for passage in prose.passages(file)]
 
 
 def find_broken_rules(text, kind="docstring"):
@@ -23,7 +28,7 @@ def find_broken_rules(text, kind="docstring"):
 
 def test_no_folder_or_page_exceeds_its_ceiling():
     lines = []
-    for group, score in prose.scores(PASSAGES).items():
+    for group, score in prose.scores(read_passages()).items():
         ceiling = CEILINGS.get(group, prose.DEFAULT_CEILING)
         if score.per_thousand > ceiling:
             lines.append(f"{group}: {score.per_thousand:.1f} per 1,000 words, at most {ceiling}")
@@ -34,14 +39,14 @@ def test_no_folder_or_page_exceeds_its_ceiling():
 def hits_in_group(group):
     return [
         f"    {passage.path.relative_to(prose.ROOT)}:{passage.line}: {name}: {passage.text[:90]}"
-        for passage in PASSAGES
+        for passage in read_passages()
         if prose.group_name(passage) == group
         for name in prose.broken_rules(passage)
     ]
 
 
 def test_ceilings_name_existing_folders_and_pages():
-    unknown = set(CEILINGS) - set(prose.scores(PASSAGES))
+    unknown = set(CEILINGS) - set(prose.scores(read_passages()))
     assert not unknown, f"run `python -m harness.prose --lower` to remove {sorted(unknown)}"
 
 

@@ -41,6 +41,7 @@ CHECK = (
     "test_docs.py",
     "test_house.py",
     "test_prose.py",
+    "test_shared_runs.py",
     "test_tiers.py",
 )
 FRAMEWORKS = ("horovod", "keras", "tensorflow")

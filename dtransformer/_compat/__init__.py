@@ -8,6 +8,6 @@ name of Horovod is used.
 
 from dtransformer._compat.keras_data import *
 from dtransformer._compat.keras_internals import *
-from dtransformer._compat.keras_losses import *
+from dtransformer._compat.keras_step import *
 from dtransformer._compat.optimizer_internals import *
 from dtransformer._compat.tensorflow_internals import *

@@ -9,11 +9,12 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
     array_slicing,
+    data_adapter_utils,
     py_dataset_adapter,
     tf_dataset_adapter,
 )
 
-from dtransformer._compat.optimizer_internals import patched
+from dtransformer._compat.keras_step import patched
 
 # `fit` splits arrays with `train_validation_split`. The trainer must know the training rows before
 # Keras splits them. Unnecessary if Keras exported it.
@@ -93,3 +94,19 @@ class ShuffleOrder:
             lambda array: self.shuffle(array.copy()), [indices], indices.dtype
         )
         return tf.ensure_shape(order, indices.shape)
+
+
+def class_weight_to_sample_weight(labels, class_weight: dict, sample_weight=None):
+    """Return the sample weights that `train_on_batch(class_weight=...)` uses.
+
+    Unnecessary if Keras exported the conversion.
+
+    Raises:
+        ValueError: If there are also sample weights.
+    """
+    if sample_weight is not None:
+        raise ValueError(
+            "Received both `class_weight` and `sample_weight`. Multiply them, and pass "
+            "`sample_weight` only."
+        )
+    return data_adapter_utils.class_weight_to_sample_weights(labels, class_weight)

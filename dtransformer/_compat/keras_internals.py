@@ -17,7 +17,7 @@ from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.tensorflow import core
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
-from dtransformer._compat.optimizer_internals import patched
+from dtransformer._compat.keras_step import patched
 
 # Keras: variables.
 
@@ -316,3 +316,11 @@ def capture_call_state() -> Callable[[], contextlib.AbstractContextManager]:
 
 # `to_snake_case` derives a layer's default name from its class. The trainer detects default names
 # to make names equal in every process. Unnecessary if Keras marked default names.
+
+
+def may_add_losses(layer: keras.layers.Layer) -> bool:
+    """Return whether a layer added a loss when it was traced in a `keras.StatelessScope`.
+
+    Unnecessary if the scope recorded the layer of each loss.
+    """
+    return bool(layer._loss_ids)

@@ -1,7 +1,4 @@
-"""Private names of Keras' optimizers."""
-
-import contextlib
-import functools
+"""Private names of Keras' optimizers: weights and states."""
 
 import keras
 
@@ -19,102 +16,6 @@ def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable,
     for weight, part in parts:
         if excluded and optimizer._var_key(weight) in excluded:
             excluded.add(optimizer._var_key(part))
-
-
-def get_learning_rate(optimizer: keras.optimizers.Optimizer):
-    """Return an optimizer's learning rate: a variable, a schedule or a function.
-
-    The public property evaluates schedules and functions. Unnecessary if Keras returned the object.
-    """
-    return optimizer._learning_rate
-
-
-@contextlib.contextmanager
-def patched(owner: object, **attributes):
-    """Context manager that temporarily sets attributes of an object, without Keras' tracking.
-
-    Unnecessary if Keras' methods accepted these values as arguments.
-    """
-    current = vars(owner)
-    saved = {name: current[name] for name in attributes if name in current}
-    current.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del current[name]
-        current.update(saved)
-
-
-@contextlib.contextmanager
-def declared_dtype(variables: list, dtype: str):
-    """Context manager that lets Keras variables report another dtype, without a conversion.
-
-    Keras' operations choose their type by it. Unnecessary if optimizers could compute in a wider type
-    than their states.
-    """
-    with contextlib.ExitStack() as stack:
-        for variable in variables:
-            stack.enter_context(patched(variable, _dtype=dtype))
-        yield
-
-
-def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) -> dict:
-    """Return attributes for `patched` that multiply an optimizer's learning rate by `factor`.
-
-    Unnecessary if Keras' optimizers had groups of weights.
-    """
-    rate = optimizer._learning_rate
-    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-
-    def product():
-        value = rate(optimizer.iterations) if is_schedule else rate() if callable(rate) else rate
-        return keras.ops.multiply(value, factor)
-
-    return {"_learning_rate": product}
-
-
-def get_moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
-    """Return a built optimizer's moving averages, or an empty list without `use_ema`.
-
-    Unnecessary if they were public.
-    """
-    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
-
-
-def average_only(
-    optimizer: keras.optimizers.Optimizer, indices: list[int], variables: list
-) -> dict:
-    """Return attributes for `patched` that restrict `use_ema` to some of the variables.
-
-    They also select new values instead of branching, because a branch cannot assign tensors of the
-    outer graph. The dict is empty without `use_ema`. Unnecessary if `apply` averaged and overwrote only
-    the variables that it receives.
-
-    Args:
-        optimizer: Built Keras optimizer.
-        indices: Indices of the variables in the order of the build.
-        variables: Objects that replace these variables.
-    """
-    averages = get_moving_averages(optimizer)
-    if not averages:
-        return {}
-    selected = [averages[i] for i in indices]
-    settings = {"_trainable_variables": variables, "_model_variables_moving_average": selected}
-    if optimizer.ema_overwrite_frequency:
-        overwrite = functools.partial(
-            _average_and_overwrite, optimizer, selected, optimizer.ema_overwrite_frequency
-        )
-        settings["_update_model_variables_moving_average"] = overwrite
-        settings["ema_overwrite_frequency"] = None
-    return settings
-
-
-def _average_and_overwrite(optimizer, averages, frequency, variables):
-    type(optimizer)._update_model_variables_moving_average(optimizer, variables)
-    is_due = keras.ops.equal((optimizer.iterations + 1) % frequency, 0)
-    for variable, average in zip(variables, averages):
-        variable.assign(keras.ops.where(is_due, average, variable))
 
 
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:

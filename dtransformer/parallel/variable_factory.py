@@ -21,8 +21,9 @@ from dtransformer.parallel.config.config import (
 from dtransformer.parallel.mesh.axis_rules import Specs, axis_size, mesh_axis, weight_specs
 from dtransformer.parallel.mesh.variable import MeshVariable
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing.scoped import Scoped
-from dtransformer.parallel.weights.sharded_variable import Bounds, StoredValue, Weight
+from dtransformer.parallel.tracing.trace import Scoped
+from dtransformer.parallel.weights.sharded_variable import Bounds, StoredValue
+from dtransformer.parallel.weights.weight import Weight
 from dtransformer.parallel.zero.variables import FullyShardedVariable, MasterShardedVariable
 
 # Function of a weight's path, bounds and dtype that returns this part of its padded value.

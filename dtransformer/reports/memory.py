@@ -82,18 +82,21 @@ class MemoryReport:
         return f"{table}\nattention: {self.attention}" if self.attention else table
 
 
-def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1, logit_bytes=None):
+def memory_report(
+    network, teacher, optimizer, update, input_shapes, num_stored_passes, traced_bytes
+):
     """Return the memory report of a trainer that has run a step.
 
     Args:
         network: The `keras.Model`.
-        optimizer: Its Keras optimizer.
+        teacher: Frozen `keras.Model` that is computed in the same step, or `None`.
+        optimizer: The network's Keras optimizer.
         update: Its `ShardedOptimizer`.
         input_shapes: Nested shapes of the inputs that this rank's mesh computes in one call, or
             `None`.
         num_stored_passes: Number of such inputs whose activations are stored simultaneously.
-        logit_bytes: Bytes of the logits that a device computes together. Defaults to `None`: the
-            report has no row for them.
+        traced_bytes: Dict with the bytes of this rank's `"gradients"`, and of the `"logits"` that a
+            device computes together. Without them the report has no row for logits.
 
     Returns:
         A `MemoryReport`.
@@ -102,7 +105,9 @@ def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1,
     trained = network.trainable_variables
     sharded_weights = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
     master_weights = [w for w in trained if isinstance(w, MasterShardedVariable)]
-    frozen = network.non_trainable_variables
+    frozen = [*network.non_trainable_variables]
+    if teacher is not None:
+        frozen += teacher.variables
     frozen_copies = [w.copy for w in frozen if isinstance(w, MasterShardedVariable)]
     other_weights = get_local_shards(frozen) + frozen_copies
     weights = get_local_shards(w for w in trained if not isinstance(w, MasterShardedVariable))
@@ -123,12 +128,12 @@ def memory_report(network, optimizer, update, input_shapes, num_stored_passes=1,
             planned_gradients += row.num_elements * _item_bytes(row, kind)
     rows = (
         MemoryRow("weights", planned_weights, _bytes(weights)),
-        MemoryRow("gradients", planned_gradients, update.gradient_bytes),
+        MemoryRow("gradients", planned_gradients, traced_bytes["gradients"]),
         MemoryRow("optimizer states", planned_states, _bytes(states)),
         MemoryRow("activations", activation_bytes(network, input_shapes, num_stored_passes)),
     )
-    if logit_bytes is not None:
-        rows += (MemoryRow("logits", logit_bytes),)
+    if "logits" in traced_bytes:
+        rows += (MemoryRow("logits", traced_bytes["logits"]),)
     # Communication between several logical GPUs goes through the host, without NCCL.
     if device_type() == "GPU" and logical_gpus() == 1:
         rows += (MemoryRow("NCCL's buffers", NCCL_BYTES * _num_communicators()),)

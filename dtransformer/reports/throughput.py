@@ -1,4 +1,4 @@
-"""Tokens per second, FLOP/s and utilization of the device's peak."""
+"""Tokens and FLOP of a step, and the peak FLOP/s of the device."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ def measured_peak(dtype="float32", seconds=0.1):
     return 2.0 * size**3 * num_products / best
 
 
-def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
+def tokens_and_flops(network, inputs, labels, teacher=None) -> tuple[float, float]:
     """Return the tokens and the floating-point operations of a training step, from shapes only.
 
     Tokens include padding. If the network has the method `stream_shapes`, they are all positions of
@@ -55,6 +55,7 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
     Args:
         network: A `keras.Model`.
         inputs, labels: Nested tensors of a batch.
+        teacher: Frozen network that is computed for the same inputs. Defaults to `None`.
 
     Returns:
         A `(tokens, flops)` tuple of floats.
@@ -72,62 +73,11 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
             (rows, source, _) = streams[0]
             (_, target, _) = streams[-1]
             rank = int(any(get_low_rank(x) and not x.trainable for x in network.variables))
-            changes = {"source_length": source, "sequence_length": target, "adapter_rank": rank}
+            changes = {"source_length": source, "sequence_length": target}
             if isinstance(shapes, Mapping) and "masked_lm_positions" in shapes:
                 changes["predicted_positions"] = shapes["masked_lm_positions"][1]
             with contextlib.suppress(InputError):  # The planner rejects networks without blocks.
+                teacher_shape = None if teacher is None else from_network(teacher, **changes)
+                changes |= {"adapter_rank": rank, "teacher": teacher_shape}
                 flops = rows * from_network(network, **changes).flops_per_sequence()
     return float(tokens), flops
-
-
-class Throughput:
-    """Tokens and floating-point operations per second of an epoch.
-
-    The first step of a run is not counted, because it compiles.
-
-    Attributes:
-        peak: Measured FLOP/s of all ranks together. If a step is faster, because other processes
-            slowed down the measurement, its FLOP/s become the new peak.
-    """
-
-    def __init__(self):
-        self.start(0.0)
-
-    def start(self, peak):
-        """Set the peak and reset all counters."""
-        self.peak = peak
-        self.reset()
-
-    def reset(self):
-        """Reset all counters."""
-        self.seconds = self.tokens = self.flops = self.waited = 0.0
-
-    def add(self, seconds, tokens=0.0, flops=0.0, waited=0.0):
-        """Count a step of all ranks.
-
-        Args:
-            seconds: Duration of the step.
-            tokens: Number of tokens.
-            flops: Number of floating-point operations.
-            waited: Seconds of the step that this rank waited for data.
-        """
-        self.waited += waited
-        self.seconds += seconds
-        self.tokens += tokens
-        self.flops += flops
-
-    def add_read(self, seconds):
-        """Add the seconds of reading logs to the counted steps, which end with that read."""
-        self.seconds += seconds if self.seconds else 0.0
-
-    def logs(self):
-        """Return a dict with the mean rates since the last reset."""
-        if not self.seconds:
-            return {"tokens_per_second": 0.0}
-        logs = {"tokens_per_second": self.tokens / self.seconds}
-        logs["input_wait"] = self.waited / self.seconds
-        if self.flops:
-            logs["gflops_per_second"] = self.flops / self.seconds / 1e9
-            self.peak = max(self.peak, self.flops / self.seconds)
-            logs["share_of_peak"] = self.flops / self.seconds / self.peak
-        return logs

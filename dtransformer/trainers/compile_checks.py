@@ -226,3 +226,34 @@ def check_same_config(config):
                 f"but the current value is {value!r}. Create a new Trainer, or use this one in the "
                 "scope of its original config."
             )
+
+
+def check_added_means(network, losses, row_loss_layers):
+    """Check losses that layers add if the loss normalizer depends on the forward pass.
+
+    The losses of other packages' layers are then weighted like the loss, with a warning.
+
+    Args:
+        network: The `keras.Model`.
+        losses: List of the losses that layers have added.
+        row_loss_layers: List of the names of layers that add losses which depend on the rows.
+
+    Raises:
+        ValueError: If a layer adds a mean over rows, such as a mixture of experts.
+    """
+    if not losses:
+        return
+    if row_loss_layers and job.is_chief():
+        warnings.warn(
+            f"The loss is a mean over a mask. The losses that {', '.join(row_loss_layers)} add to it "
+            "are weighted by the unmasked positions of each data shard and micro-batch, not by "
+            "rows, and differ from Keras'. Use one data shard and `micro_batch_num=1` for "
+            "Keras' results.",
+            stacklevel=2,
+        )
+    if any(getattr(layer, "aux_loss_is_mean", False) for layer in _compat.flat_layers(network)):
+        raise ValueError(
+            "A loss that is a mean over a mask cannot be combined with the losses of a mixture "
+            "of experts over several ranks or micro-batches. Use sample weights and "
+            "`reduction='mean_with_sample_weight'` instead of the mask."
+        )

@@ -3,14 +3,17 @@
 import dataclasses
 
 import keras
+import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.errors import check_int
 from dtransformer.layers.loss import CrossEntropyLoss
+from dtransformer.parallel.ops.fused import enable_fusion
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
-from dtransformer.trainers.objective import Objective, exclude_padding_classes
+from dtransformer.trainers.objective import Objective
 from dtransformer.trainers.optimizer.guard import SpikeGuard
-from dtransformer.trainers.step_compiler import StepCompiler
+from dtransformer.trainers.padded_vocabulary import exclude_padding_classes
+from dtransformer.trainers.step_runner import StepCompiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,3 +98,19 @@ def resolve_log_every(log_every):
     if log_every is None:
         return 10 if takes_gpu_branch() else 1
     return check_int("log_every", log_every)
+
+
+def set_tensorflow_options(jit_compile: bool | str) -> None:
+    """Set the graph optimizations of the whole process.
+
+    Args:
+        jit_compile: As in `Trainer.compile`.
+    """
+    # The arithmetic optimizer reorders sums depending on the rest of the graph, so recompute would
+    # change the last bits. The function optimizer only copies functions; inlining works without it.
+    tf.config.optimizer.set_experimental_options(
+        {"arithmetic_optimization": False, "function_optimization": False}
+    )
+    enable_fusion(jit_compile == "auto")
+    if takes_gpu_branch():  # XLA fuses elementwise operations, which are bound by memory there.
+        tf.config.optimizer.set_jit("autoclustering" if jit_compile == "auto" else False)

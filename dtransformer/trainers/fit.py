@@ -16,6 +16,7 @@ from dtransformer.trainers.checkpoint.callback import CallbackStates, order_call
 from dtransformer.trainers.data import DataPosition, check_micro_batches, prepare_data
 from dtransformer.trainers.epoch_batches import EpochBatches
 from dtransformer.trainers.epoch_loop import EpochLoop, Validation
+from dtransformer.trainers.loss_checks import check_class_weight
 from dtransformer.trainers.preemption import stop_on_signals
 from dtransformer.trainers.rank_agreement import prepare_callbacks
 from dtransformer.trainers.sample_preprocessing import Samples, preprocess_data
@@ -87,7 +88,7 @@ def run_fit(trainer, program, checkpoints, options, fit_index):
     validation = Validation(trainer, runner, options)
     if options.class_weight is not None:
         labels = keras.utils.unpack_x_y_sample_weight(data.first)[1]
-        trainer.objective.check_class_weight(labels if samples.y is None else samples.y)
+        check_class_weight(trainer.objective, labels if samples.y is None else samples.y)
     if options.class_weight is not None and isinstance(data.data, tf.data.Dataset):
         weighted = _compat.with_class_weights(data.data, options.class_weight)
         data = data._replace(data=weighted)

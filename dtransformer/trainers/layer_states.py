@@ -17,6 +17,7 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import get_local_shards, get_shard_bounds
+from dtransformer.trainers.compiled_metrics import reductions
 from dtransformer.trainers.split_probe import (
     MEAN,
     SUM,
@@ -24,7 +25,6 @@ from dtransformer.trainers.split_probe import (
     updatable_states,
     warn_split_results,
 )
-from dtransformer.trainers.step_metrics import reductions
 
 
 class LayerStates:

@@ -1,20 +1,51 @@
-"""Training objective: the losses of a network's outputs over the global batch."""
+"""Training objective: the losses of a network's outputs over the global batch.
+
+Each loss is computed in parts that sum to the loss of the global batch. Supports Keras losses with
+any of their reductions, and token losses such as `CrossEntropyLoss`.
+"""
+
+import typing
 
 import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.loss import (
-    CrossEntropyLoss,
-    correct_predictions,
-    expand_to_rank,
-    squeeze_labels,
-)
+from dtransformer.layers.loss import correct_predictions, expand_to_rank, squeeze_labels
 from dtransformer.parallel.tracing import trace
-from dtransformer.trainers.loss_terms import LabelCounts, check_loss, check_range, loss_term
+from dtransformer.trainers.loss_checks import check_loss
 
 _BY_SHAPE = "crossentropy", "ce"  # Keras chooses these losses by an output's shape.
-_COUNTS = len(LabelCounts._fields)  # Number of counts per output.
+
+
+class LabelCounts(typing.NamedTuple):
+    """Counts of an output's labels in the global batch, known before the forward pass.
+
+    Args:
+        size: Number of labels.
+        weights: Sum of the sample weights. Negative without sample weights.
+        tokens: Sum of the weights of weighted tokens. 0 if the loss is not a token loss.
+    """
+
+    size: tf.Tensor
+    weights: tf.Tensor
+    tokens: tf.Tensor
+
+
+class LossTerm(typing.NamedTuple):
+    """The local part of a loss.
+
+    Args:
+        loss: Local part of the loss: Σ values · weights / normalizer.
+        normalizer_ratio: Local part of the true loss normalizer divided by the assumed one, if the
+            true one is only known after the forward pass. Otherwise `None`.
+        weights: Weight of each value, or `None` if all weights are 1.
+        parts: Dict from names to local parts of terms of the loss, for the logs.
+    """
+
+    loss: tf.Tensor
+    normalizer_ratio: tf.Tensor | None
+    weights: tf.Tensor | None
+    parts: dict[str, tf.Tensor]
 
 
 class Objective:
@@ -74,37 +105,6 @@ class Objective:
             not hasattr(loss, "per_token") or hasattr(loss, "token_weights") for loss in self.losses
         )
 
-    def check_class_weight(self, labels) -> None:
-        """Check that class weights are not combined with token labels.
-
-        Keras would weight each row by the class of its largest label.
-
-        Args:
-            labels: Labels, or their spec.
-
-        Raises:
-            ValueError: If the labels are class ids [b, s] or [b, s, ...].
-        """
-        shape = getattr(labels, "shape", ())
-        has_ids = self.is_token_loss or "sparse_categorical_crossentropy" in str(self.losses)
-        if has_ids and len(shape) > 1 and shape[-1] != 1:
-            raise ValueError(
-                f"`class_weight` weights rows, but the labels of shape {tuple(shape)} are class "
-                "ids of tokens. Pass `sample_weight` in the labels' shape instead, the weight of "
-                "each label's class."
-            )
-
-    def sample_weight(self, labels, class_weight: dict | None, sample_weight=None):
-        """Return the sample weights of a batch, from class weights if there are any.
-
-        Raises:
-            ValueError: If class weights are combined with token labels.
-        """
-        if class_weight is None:
-            return sample_weight
-        self.check_class_weight(labels)
-        return _compat.class_weight_to_sample_weight(labels, class_weight, sample_weight)
-
     def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
         """Return the local counts that are summed over ranks before the forward pass.
 
@@ -119,17 +119,6 @@ class Objective:
         rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
         return tf.stack([tf.cast(rows, "float32"), *self._label_counts(labels, sample_weight)])
 
-    def describe_loss(self, name: str) -> str:
-        """Return a description of a loss for messages.
-
-        Args:
-            name: Key of the loss in the result of `sums`: `"loss"` or `"loss/NAME"`.
-        """
-        if name != "loss":
-            return f"the loss of {name.removeprefix('loss/')}"
-        loss = (self.losses or ["that layers add"])[0]
-        return f"the loss {getattr(loss, 'name', None) or getattr(loss, '__name__', loss)}"
-
     @staticmethod
     def num_rows(counts) -> tf.Tensor:
         """Return the number of rows, from the result of `counts`."""
@@ -138,8 +127,9 @@ class Objective:
     @staticmethod
     def label_counts(counts, index: int) -> LabelCounts:
         """Return the `LabelCounts` of one label tensor, from the result of `counts`."""
-        start = 1 + _COUNTS * index
-        return LabelCounts(*(counts[start + i] for i in range(_COUNTS)))
+        num_fields = len(LabelCounts._fields)
+        start = 1 + num_fields * index
+        return LabelCounts(*(counts[start + i] for i in range(num_fields)))
 
     def _label_counts(self, labels, sample_weight):
         if not self.losses:
@@ -204,7 +194,7 @@ class Objective:
 
             def term(y_true, y_pred, weight=None):
                 label_counts = self.label_counts(counts, _position(y_true, flat))
-                terms[name] = loss_term(loss, y_true, y_pred, weight, label_counts, is_full_batch)
+                terms[name] = _loss_term(loss, y_true, y_pred, weight, label_counts, is_full_batch)
                 accuracy_inputs[:] = y_pred, y_true
                 return terms[name].loss
 
@@ -234,29 +224,117 @@ class Objective:
         return {**sums, **accuracy}
 
 
-def _label_checks(labels, loss):
-    """Return operations that fail if the labels of a token loss are not valid class ids."""
-    if not labels.dtype.is_integer:
-        raise ValueError(
-            f"{type(loss).__name__} needs integer class ids, but the labels have the dtype "
-            f"{labels.dtype.name}. Cast them to int32."
+# Losses.
+
+
+def _loss_term(loss, labels, outputs, sample_weight, label_counts, is_full_batch):
+    """Return the local part of one output's loss.
+
+    Args:
+        loss: A `keras.losses.Loss`, or an object with `per_token(outputs, labels, weights)`.
+        labels, outputs: Tensors [b, ...].
+        sample_weight: Tensor [b, ...] or `None`.
+        label_counts: `LabelCounts` of the labels in the global batch.
+        is_full_batch: Whether these rows are the global batch.
+
+    Raises:
+        ValueError: If the loss returns one value for all rows and has sample weights or a mask.
+    """
+    parts = {}
+    if hasattr(loss, "per_token"):
+        values, weights = loss.per_token(outputs, labels, sample_weight)
+        mask = _compat.get_keras_mask(outputs)
+        if mask is not None:
+            weights = _apply_weights(weights, tf.cast(mask, weights.dtype))
+        local_normalizer = tf.reduce_sum(tf.cast(weights, "float32"))
+        normalizer = label_counts.tokens
+        is_known = hasattr(loss, "token_weights") and mask is None
+        values *= tf.cast(weights, values.dtype)
+        parts = getattr(outputs, "loss_parts", {})
+        parts = {name: part * tf.cast(weights, part.dtype) for name, part in parts.items()}
+    else:
+        values, weights, local_normalizer = _keras_values(
+            loss, labels, outputs, sample_weight, is_full_batch
         )
-    ignored = getattr(loss, "ignore_id", None)
-    size = getattr(loss, "vocab_size", None)
-    name = "labels" if ignored is None else f"labels other than ignore_id={ignored}"
-    if ignored is not None:
-        labels = tf.boolean_mask(labels, labels != ignored)
-    return [check_range(labels, name, size)]
+        normalizer = _normalizer(loss.reduction, values, labels, label_counts)
+        is_known = local_normalizer is None
+        if not values.shape.rank:  # A single value, such as a mean.
+            values = tf.math.multiply_no_nan(values, tf.cast(tf.size(labels), values.dtype))
+    if not is_known and is_full_batch:
+        normalizer = local_normalizer
+        is_known = True
+
+    def mean(x):
+        return tf.math.divide_no_nan(tf.reduce_sum(tf.cast(x, "float32")), normalizer)
+
+    ratio = None if is_known else tf.math.divide_no_nan(local_normalizer, normalizer)
+    return LossTerm(mean(values), ratio, weights, {name: mean(x) for name, x in parts.items()})
 
 
-def _one_per_label(nested, num_labels):
-    """Return a list with one element per label tensor; a single element is repeated."""
-    flat = keras.tree.flatten(nested) if nested is not None else [None]
-    return flat if len(flat) == num_labels else flat[:1] * num_labels
+def _keras_values(loss, labels, outputs, sample_weight, is_full_batch):
+    """Return a Keras loss' weighted values, their weights, and the sum of the weights.
+
+    The sum is `None` if it is known before the forward pass.
+    """
+
+    def cast(x):
+        return tf.cast(x, loss.dtype)
+
+    output_mask = _compat.get_keras_mask(outputs)
+    values = loss.call(
+        keras.tree.map_structure(cast, labels), keras.tree.map_structure(cast, outputs)
+    )
+    masks = [mask for mask in (output_mask, _compat.get_keras_mask(values)) if mask is not None]
+    values = cast(values)
+    weights = None
+    normalizer = None
+    if masks:
+        mask = masks[0] if len(masks) == 1 else masks[0] & masks[1]
+        weights = cast(mask)
+        normalizer = tf.reduce_sum(tf.cast(mask, "float32"))
+    if sample_weight is not None:
+        sample_weight = cast(sample_weight)
+        weights = sample_weight if weights is None else _apply_weights(weights, sample_weight)
+        if normalizer is not None and loss.reduction == "mean_with_sample_weight":
+            normalizer = tf.reduce_sum(tf.cast(weights, "float32"))
+    if weights is not None:
+        if not values.shape.rank and not is_full_batch:
+            raise ValueError(
+                f"The loss {loss.name!r} returns one value for all rows, so sample weights or a "
+                "mask cannot be applied when ranks or micro-batches divide the rows. Return the "
+                "loss of each row."
+            )
+        values = _apply_weights(values, weights)
+    return values, weights, None if loss.reduction == "sum" else normalizer
 
 
-def _position(tensor, flat):
-    return next(i for i, x in enumerate(flat) if x is tensor)
+def _normalizer(reduction, values, labels, label_counts):
+    """Return the loss normalizer, as far as it is known before the forward pass."""
+    if reduction == "sum":
+        return tf.ones([])
+    values_per_label = 1.0
+    if values.shape.rank:
+        size = tf.cast(tf.size(labels), "float32")
+        values_per_label = tf.math.divide_no_nan(tf.cast(tf.size(values), "float32"), size)
+    num_values = label_counts.size * values_per_label
+    if reduction != "mean_with_sample_weight":
+        return num_values
+    return tf.where(label_counts.weights < 0, num_values, label_counts.weights)
+
+
+def _apply_weights(values, weights):
+    """Return values times weights, with Keras' rules for broadcasting.
+
+    A last dimension of size 1 that only one of them has is removed. Weights of a lower rank apply
+    to the first dimensions.
+    """
+    rank = values.shape.rank
+    weight_rank = weights.shape.rank
+    if weight_rank == rank + 1 and weights.shape[-1] == 1:
+        weights = tf.squeeze(weights, -1)
+    elif rank == weight_rank + 1 and values.shape[-1] == 1 and weight_rank > 1:
+        values = tf.squeeze(values, -1)
+    return values * expand_to_rank(weights, len(values.shape))
 
 
 def _accuracy(outputs, labels, weights):
@@ -277,38 +355,50 @@ def _accuracy(outputs, labels, weights):
     return {"right": tf.reduce_sum(right * tf.cast(weights, "float32")), **counted}
 
 
-# Padded vocabularies: losses and outputs without the padding classes.
+# Labels.
 
 
-def exclude_padding_classes(loss, network):
-    """Exclude the padding classes of a network's logits from its token losses.
+def _one_per_label(nested, num_labels):
+    """Return a list with one element per label tensor; a single element is repeated."""
+    flat = keras.tree.flatten(nested) if nested is not None else [None]
+    return flat if len(flat) == num_labels else flat[:1] * num_labels
+
+
+def _position(tensor, flat):
+    return next(i for i, x in enumerate(flat) if x is tensor)
+
+
+def _label_checks(labels, loss):
+    """Return operations that fail if the labels of a token loss are not valid class ids."""
+    if not labels.dtype.is_integer:
+        raise ValueError(
+            f"{type(loss).__name__} needs integer class ids, but the labels have the dtype "
+            f"{labels.dtype.name}. Cast them to int32."
+        )
+    ignored = getattr(loss, "ignore_id", None)
+    size = getattr(loss, "vocab_size", None)
+    name = "labels" if ignored is None else f"labels other than ignore_id={ignored}"
+    if ignored is not None:
+        labels = tf.boolean_mask(labels, labels != ignored)
+    return [_check_range(labels, name, size)]
+
+
+def _check_range(ids, name, size):
+    """Return an operation that fails if an id is out of range.
+
+    `convert_step_errors` converts the failure to a one-line `ValueError`.
 
     Args:
-        loss: As in `keras.Model.compile`.
-        network: A `keras.Model`. The losses are returned unchanged if it has no
-            `logits_vocab_size`.
+        ids: Integer tensor [...].
+        name: String that names the ids in the error.
+        size: Integer. Valid ids are from 0 to `size - 1`. `None` only excludes negative ids.
     """
-    return _exclude_padding(loss, _vocab_sizes(network))
-
-
-def _exclude_padding(loss, sizes):
-    if isinstance(loss, dict) and isinstance(sizes, dict):
-        return {
-            name: _exclude_padding(output_loss, sizes.get(name))
-            for name, output_loss in loss.items()
-        }
-    if isinstance(loss, CrossEntropyLoss) and isinstance(sizes, int):
-        return loss.with_vocab_size(sizes)
-    return loss
-
-
-def without_padding(outputs, network):
-    """Return a network's outputs without the padding classes of its logits."""
-    sizes = _vocab_sizes(network)
-    if sizes is None:
-        return outputs
-    return tf.nest.map_structure(lambda x, size: x[..., :size], outputs, sizes)
-
-
-def _vocab_sizes(network):
-    return network.logits_vocab_size() if hasattr(network, "logits_vocab_size") else None
+    lowest = tf.reduce_min(ids)
+    highest = tf.reduce_max(ids)
+    is_inside = (lowest >= 0) | (tf.size(ids) == 0)
+    expected = "0 or more"
+    if size is not None:
+        is_inside &= (highest < size) | (tf.size(ids) == 0)
+        expected = f"0 to {size - 1}"
+    line = f"dtransformer: The {name} must be {expected}. The batch has the range"
+    return tf.debugging.Assert(is_inside, [line, lowest, highest])

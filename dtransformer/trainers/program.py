@@ -1,11 +1,13 @@
 """Engine, optimizer step and compiled steps of a trainer, each built when first needed."""
 
 import contextlib
+from functools import partial
 
 import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.parallel.collectives.replica_consistency import check_replica_consistency
 from dtransformer.parallel.initial_broadcast import initial_broadcast
 from dtransformer.parallel.keras_layers.batch_norm import synchronize_batch_norms
 from dtransformer.parallel.keras_layers.shard import shard_keras_layers
@@ -18,18 +20,19 @@ from dtransformer.trainers.checkpoint.training_state import variable_names
 from dtransformer.trainers.data import element_specs
 from dtransformer.trainers.distilled import DistilledModel
 from dtransformer.trainers.engines import make_engine
-from dtransformer.trainers.engines.base import ForwardStep
+from dtransformer.trainers.engines.output_gradients import training_objective
+from dtransformer.trainers.forward_step import ForwardStep
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
-from dtransformer.trainers.objective import without_padding
+from dtransformer.trainers.optimizer.buckets import bucket_ids
 from dtransformer.trainers.optimizer.guard import StopOnSpikes
-from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
+from dtransformer.trainers.padded_vocabulary import without_padding
 from dtransformer.trainers.rank_agreement import check_same_training
 from dtransformer.trainers.reports import check_rules
 from dtransformer.trainers.step import Step
 from dtransformer.trainers.step_logs import StepCheck
 from dtransformer.trainers.step_metrics import StepMetrics
-from dtransformer.trainers.step_runner import Predictor, StepRunner
+from dtransformer.trainers.step_runner import StepRunner, without_optionals
 
 
 class Program:
@@ -49,6 +52,7 @@ class Program:
         first_batch: Specs of the first batch, or `None` if it is unknown.
         compiler: The `StepCompiler`.
         forward: The `ForwardStep`.
+        teacher: The frozen `keras.Model` of a distillation, or `None`.
     """
 
     def __init__(self, trainer, network, parallel_config, options):
@@ -71,10 +75,15 @@ class Program:
                 options.objective, options.compiled_metrics, self._restore_built_metrics
             )
         computed = network
-        if options.teacher is not None:
-            computed = DistilledModel(network, options.teacher)
+        self.teacher = options.teacher
+        if self.teacher is not None:
+            computed = DistilledModel(network, self.teacher)
         self.forward = ForwardStep(
-            computed, options.objective, options.compiled_metrics is not None, self._states
+            computed,
+            options.objective,
+            training_objective(options.objective),
+            options.compiled_metrics is not None,
+            self._states,
         )
 
     def build_network(self, input_shape=None):
@@ -129,7 +138,7 @@ class Program:
                 self.compiler,
                 copied_weights(self._network),
                 self._options.guard,
-                variable_names(self._network),
+                partial(variable_names, self._network),
                 self._options.log_gradient_norms,
             )
 
@@ -166,6 +175,7 @@ class Program:
         self.runner = StepRunner(
             step,
             self._network,
+            self.teacher,
             self.compiler,
             self._check,
             self._options.log_every,
@@ -205,8 +215,36 @@ class Program:
             return without_padding(self.engine.predict(inputs), self._network)
 
     def predictor(self, first, sharding):
-        """Return the `Predictor` of batches with this `RowSharding`."""
-        return Predictor(self.build_engine(first), self._network, self.compiler, sharding)
+        """Return a compiled function that predicts batches.
+
+        Args:
+            first: As in `build_engine`.
+            sharding: `RowSharding` of the batches.
+
+        Returns:
+            A function of a list of batches, tuples of inputs, labels and sample weights. It returns
+            nested tensors [rows, ...], the outputs of all batches. For global batches every rank
+            returns all rows.
+        """
+        engine = self.build_engine(first)
+
+        def predict(batch, sharding):
+            if sharding.is_global:
+                batch = sharding.local_rows(batch)
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            outputs = sharding.gather_rows(engine.predict(inputs))
+            return without_padding(outputs, self._network)
+
+        compiled = self.compiler.compile_step(predict)
+
+        def predict_batches(batches):
+            if sharding.is_global:
+                batches = without_optionals(batches)
+                check_replica_consistency(batches, job.data_parallel_group(), "a prediction")
+            outputs = [compiled(batch, None, sharding) for batch in batches]
+            return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
+
+        return predict_batches
 
     def shown_metrics(self):
         """Return the metrics of `Trainer.metrics`, in Keras' order."""

@@ -65,8 +65,8 @@ class Reports:
         )
 
     def memory_report(self, inputs=None):
-        optimizer_step = self._program.optimizer_step
-        if optimizer_step is None or optimizer_step.gradient_bytes is None:
+        traced_bytes = self._program.compiler.traced_bytes
+        if "gradients" not in traced_bytes:
             raise ValueError("No training step has run yet. Call `fit` or `train_on_batch` first.")
         engine = self._program.engine
         shapes = engine.input_shapes
@@ -76,16 +76,17 @@ class Reports:
             num_stored_passes /= get_parallel_config().micro_batch_num
         return memory_report(
             self._network,
+            self._program.teacher,
             self._optimizer,
-            optimizer_step,
+            self._program.optimizer_step,
             shapes,
             num_stored_passes,
-            self._program.forward.traced_bytes.get("logits"),
+            traced_bytes,
         )
 
     def expert_load(self):
         runner = self._program.runner
-        report = None if runner is None else runner.expert_loads.report()
+        report = None if runner is None else runner.step.expert_loads.report()
         if report is None or not report.layers:
             raise ValueError(
                 "There is no expert load. Train a network with a `moe_config` of several experts "

@@ -288,7 +288,7 @@ def _probe_losses(objective, outputs, labels):
             full_loss = _total_loss([full], name)
             total = _total_loss(halves, name)
             if np.isfinite(full_loss + total) and not _is_near(full_loss, total):
-                differing.append(objective.describe_loss(name))
+                differing.append(_describe_loss(objective, name))
     return differing
 
 
@@ -311,3 +311,14 @@ def _random_probabilities(shape, rng):
     if len(shape) > 1 and shape[-1] > 1:
         values /= values.sum(-1, keepdims=True)
     return tf.constant(values, "float32")
+
+
+def _describe_loss(objective, name):
+    """Return a description of a loss for messages.
+
+    `name` is the key of the loss in the result of `Objective.sums`.
+    """
+    if name != "loss":
+        return f"the loss of {name.removeprefix('loss/')}"
+    loss = (objective.losses or ["that layers add"])[0]
+    return f"the loss {getattr(loss, 'name', None) or getattr(loss, '__name__', loss)}"

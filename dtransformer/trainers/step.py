@@ -1,7 +1,5 @@
 """A training step: count tokens, run forward and backward, reduce, clip, update, log."""
 
-from functools import partial
-
 import keras
 import tensorflow as tf
 
@@ -10,12 +8,11 @@ from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_table
-from dtransformer.trainers.engines.accumulation import accumulate_gradients
-from dtransformer.trainers.engines.base import StepScalars
-from dtransformer.trainers.engines.output_gradients import compute_outputs_first
+from dtransformer.trainers.engines import make_forward_backward
 from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
+from dtransformer.trainers.forward_step import StepScalars
 from dtransformer.trainers.optimizer.gradient_norms import LAYER_NORM
-from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.optimizer.reduction import reduce_sum
 
 
 class Step:
@@ -43,18 +40,9 @@ class Step:
         self._optimizer_step = optimizer_step
         self.metrics = metrics
         self.expert_loads = ExpertLoads()
-        self._forward_backward = engine.forward_backward
         self._num_micro_batches = get_parallel_config().micro_batch_num
-        reduce = optimizer_step.reduce_micro_batch
-        if engine.takes_micro_batches:
-            reduce_weights = None if reduce is None else reduce.reduce_weights
-            self._forward_backward = partial(engine.forward_backward, reduce=reduce_weights)
-        elif self._num_micro_batches > 1:
-            shared = self._num_micro_batches, reduce
-            if forward.repeats_forward:
-                self._forward_backward = compute_outputs_first(forward, engine, *shared, compiler)
-            else:
-                self._forward_backward = accumulate_gradients(engine.forward_backward, *shared)
+        reduction = optimizer_step.reduce_micro_batch
+        self._forward_backward = make_forward_backward(forward, engine, reduction, compiler)
         self._fingerprints = compiler.compile_part(fingerprint_table)
         self._reduce = compiler.compile_part(self._reduce_and_clip)
         self._apply = compiler.compile_part(optimizer_step.apply)
@@ -129,12 +117,13 @@ class Step:
 
         Without metrics the compiled logs do not depend on the batch's shapes.
         """
-        if not self.metrics.needs_outputs:
+        compiled = self.metrics.compiled
+        if compiled is None:
             return None, None, None
         _, labels, sample_weight = local_batch
-        if not self.metrics.is_built:
+        if not compiled.container.built:
             example = self._engine.example_outputs() if outputs is None else outputs[0]
-            self.metrics.build(labels, example, sample_weight)
+            compiled.build(labels, example, sample_weight)
         return labels, outputs, sample_weight
 
     def _reduce_and_clip(self, gradients, sums):

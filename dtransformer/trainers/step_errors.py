@@ -11,7 +11,7 @@ from dtransformer.errors import InputError, is_from_other_rank
 _IGNORE_HINT = (
     " To ignore labels of -100, use CrossEntropyLoss(ignore_id=-100), or ignore_class=-100."
 )
-# Matches the message of `loss_terms.check_range`, in graphs and in eager mode.
+# Matches the message of `_check_range` in `objective.py`, in graphs and in eager mode.
 _RANGE_ERROR = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
 _LOOKUP_ERROR = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
 _LABEL_ERROR = re.compile(

@@ -128,6 +128,55 @@ class StepLogs:
         return self._values
 
 
+class Throughput:
+    """Tokens and floating-point operations per second of an epoch.
+
+    The first step of a run is not counted, because it compiles.
+
+    Args:
+        peak: Measured FLOP/s of all ranks together. If a step is faster, because other processes
+            slowed down the measurement, its FLOP/s become the new peak.
+    """
+
+    def __init__(self, peak):
+        self.peak = peak
+        self.reset()
+
+    def reset(self):
+        """Reset all counters."""
+        self.seconds = self.tokens = self.flops = self.waited = 0.0
+
+    def add(self, seconds, tokens=0.0, flops=0.0, waited=0.0):
+        """Count a step of all ranks.
+
+        Args:
+            seconds: Duration of the step.
+            tokens: Number of tokens.
+            flops: Number of floating-point operations.
+            waited: Seconds of the step that this rank waited for data.
+        """
+        self.waited += waited
+        self.seconds += seconds
+        self.tokens += tokens
+        self.flops += flops
+
+    def add_read(self, seconds):
+        """Add the seconds of reading logs to the counted steps, which end with that read."""
+        self.seconds += seconds if self.seconds else 0.0
+
+    def logs(self):
+        """Return a dict with the mean rates since the last reset."""
+        if not self.seconds:
+            return {"tokens_per_second": 0.0}
+        logs = {"tokens_per_second": self.tokens / self.seconds}
+        logs["input_wait"] = self.waited / self.seconds
+        if self.flops:
+            logs["gflops_per_second"] = self.flops / self.seconds / 1e9
+            self.peak = max(self.peak, self.flops / self.seconds)
+            logs["share_of_peak"] = self.flops / self.seconds / self.peak
+        return logs
+
+
 def _to_host(logs):
     """Return nested tensors as floats and arrays, copied from the device together."""
     flat = [tf.cast(x, "float64") for x in tf.nest.flatten(logs)]

@@ -28,11 +28,13 @@ from dtransformer.trainers.compile_options import (
     resolve_losses,
     resolve_metrics,
     resolve_optimizer,
+    set_tensorflow_options,
 )
 from dtransformer.trainers.data import prepare_data
 from dtransformer.trainers.distilled import check_teacher
 from dtransformer.trainers.epoch_loop import chief_verbosity, evaluate
 from dtransformer.trainers.fit import FitOptions, run_fit
+from dtransformer.trainers.loss_checks import get_sample_weight
 from dtransformer.trainers.network_files import MODEL_SUFFIX, NetworkFiles
 from dtransformer.trainers.optimizer.guard import SpikeGuard
 from dtransformer.trainers.program import Program
@@ -43,8 +45,8 @@ from dtransformer.trainers.sample_preprocessing import (
     preprocess_batch,
     preprocess_data,
 )
-from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
 from dtransformer.trainers.step_errors import convert_step_errors
+from dtransformer.trainers.step_runner import StepCompiler
 
 
 @register
@@ -350,7 +352,7 @@ class Trainer(keras.Model):
         with job.record_activity("compiling"), convert_step_errors():
             x, y, sample_weight = preprocess_batch(self.network, x, y, sample_weight)
             runner = self._build_steps("train_on_batch", (x,))
-            sample_weight = self.objective.sample_weight(y, class_weight, sample_weight)
+            sample_weight = get_sample_weight(self.objective, y, class_weight, sample_weight)
             self._checkpoints.track(None)
             self.reset_metrics()
             logs = runner.train_batch((x, y, sample_weight), RowSharding.from_data(x, shard))

@@ -32,7 +32,7 @@ def parse_kind(run):
 @parametrize_runs(RUNS, LONG, lambda run: [one_process(run)])
 def test_losses_and_accuracies_are_those_of_keras(run, rank_results):
     (expected,) = rank_results(one_process(run))
-    assert len(set(expected["losses"])) == hub_tasks.STEPS
+    assert len(set(expected["losses"])) == len(expected["losses"]) >= hub_tasks.SHORT_STEPS
     for rank in rank_results(run):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["accuracies"], expected["accuracies"], rtol=PARITY_LOSS)

@@ -6,9 +6,9 @@ import pytest
 from dtransformer.trainers import Trainer
 from harness.compare import assert_same, differences, weights
 from harness.networks import get_kind, make
-from harness.runs import Run
+from harness.runs import USED, Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
-from harness.training import SEARCHES, SHORT_SEARCHES, SHORT_STEPS, USED, weights_file
+from harness.training import SEARCHES, SHORT_SEARCHES, SHORT_STEPS, weights_file
 from tests.distributed.parity_runs import LONG, QUICK, RUNS
 from tests.shared_runs import parametrize_runs
 

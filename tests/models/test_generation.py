@@ -65,7 +65,7 @@ def log_probabilities(model, source, prefixes):
     """
     if model not in _forward_functions:
         spec = [{"source": IDS, "target": IDS}]
-        _forward_functions[model] = tf.function(model, input_signature=spec)
+        _forward_functions[model] = tf.function(model, input_signature=spec, autograph=False)
     target = np.array([[START, *prefix] for prefix in prefixes], "int32")
     source = np.broadcast_to(source, (len(target), np.shape(source)[-1]))
     logits = _forward_functions[model]({"source": source, "target": target})
@@ -216,7 +216,8 @@ def compiled_search(model, beam_size):
             search.result = lambda state: (state["ended"], state["ended_score"])
             return decode(Generation(model, search), source)
 
-        return tf.function(hypotheses, input_signature=[IDS, tf.TensorSpec([], "int32")])
+        signature = [IDS, tf.TensorSpec([], "int32")]
+        return tf.function(hypotheses, input_signature=signature, autograph=False)
 
     def search(source, max_length, alpha):
         ids, scores = compile_for(alpha)(source, max_length)

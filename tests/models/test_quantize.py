@@ -1,5 +1,6 @@
 """Quantized kernels: formats against NumPy, memory, training with adapters, layouts and export."""
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from dtransformer.parallel.tracing.two_passes import TwoPasses
 from dtransformer.planner.shape import QUANTIZED_BYTES
 from dtransformer.runs import needs
 from tests.models.test_freezing import make_trainer
-from tests.models.test_lora import LLAMA
+from tests.models.test_lora import LLAMA, change_adapters
 from tests.on_mesh import on_mesh, start
 from tests.tolerances import TRAINING_16_BIT
 
@@ -83,6 +84,12 @@ def train(network, steps=STEPS):
         return trainer.train_on_batch(IDS[:, :-1], IDS[:, 1:], return_dict=True)["step_loss"]
 
     return [float(step()) for _ in range(steps)], trainer
+
+
+@functools.cache
+def losses_of(kind=None):
+    """Return the losses of all steps with a format, or without quantization."""
+    return train(build_network(kind))[0]
 
 
 def get_logits(network):
@@ -183,24 +190,21 @@ def test_dequantized_kernels_are_not_stored_until_the_backward_pass():
 
 @pytest.mark.parametrize("kind, tolerance", [("nf4", 0.015), ("int8", 0.005)])
 def test_losses_follow_adapters_of_the_unquantized_network(kind, tolerance):
-    expected, _ = train(build_network())
-    losses, _ = train(build_network(kind))
+    expected, losses = losses_of(), losses_of(kind)
     assert losses[-1] < 0.2 * losses[0]
     np.testing.assert_allclose(losses, expected, rtol=0, atol=tolerance * expected[0])
     assert not np.array_equal(losses, expected)
 
 
 def test_recompute_does_not_change_losses():
-    expected, _ = train(build_network("nf4"), 3)
     with parallel_config(TransformerOpParallelConfig(recompute=True)):
         losses, _ = train(build_network("nf4"), 3)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(losses, losses_of("nf4")[:3], rtol=1e-6)
 
 
 def test_16_bit_products_follow_float32():
-    expected, _ = train(build_network("nf4"), 3)
     losses, _ = train(build_network("nf4", dtype="mixed_bfloat16"), 3)
-    np.testing.assert_allclose(losses, expected, rtol=TRAINING_16_BIT["mixed_bfloat16"])
+    np.testing.assert_allclose(losses, losses_of("nf4")[:3], rtol=TRAINING_16_BIT["mixed_bfloat16"])
 
 
 def test_merged_kernels_have_the_type_of_other_weights():
@@ -242,7 +246,7 @@ def test_partial_selection_and_frozen_weights():
 
 def test_merged_and_saved_networks_have_equal_logits(tmp_path):
     network = build_network("nf4")
-    train(network, 3)
+    change_adapters(network)
     expected = get_logits(network)
     save_lora(network, tmp_path / "adapters", "llama")
     base = build_network("nf4", adapters=False)
@@ -312,7 +316,7 @@ with torch.no_grad():
 )
 def test_transformers_computes_the_logits_of_the_merged_folder(tmp_path):
     network = build_network("nf4")
-    train(network, 3)
+    change_adapters(network)
     expected = get_logits(network)
     merge_lora(network)
     folder = save_pretrained(network, tmp_path / "merged", "llama")

@@ -11,7 +11,7 @@ from dtransformer.layers.activations import gated_product, gelu, gelu_tanh
 from dtransformer.parallel.ops import fused as fused_module
 from dtransformer.parallel.ops.fused import enable_fusion, fused
 from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
-from dtransformer.trainers.step_compiler import set_tensorflow_options
+from dtransformer.trainers.compile_options import set_tensorflow_options
 
 SHAPE = (6, 10)
 LABELS = np.array([0, 9, 3, 3, 7, 1])

@@ -34,7 +34,7 @@ def results(layers, training=True):
     if isinstance(layers, TransformerDecoder):
         arguments = (AttentionMask()(np.ones((2, 5))), MEMORY, MASK)
 
-    @tf.function
+    @tf.function(autograph=False)
     def run(x):
         with tf.GradientTape() as tape, dropout_seed(tf.constant(SEED)):
             tape.watch(x)
@@ -118,7 +118,7 @@ def test_blocks_with_stateful_layers_are_not_shared():
         layer_class = Noisy
 
     layers = stack(Stack)
-    run = tf.function(lambda x: layers(x, training=True))
+    run = tf.function(lambda x: layers(x, training=True), autograph=False)
     assert (
         np.abs(run(tf.constant(X)) - run(tf.constant(X))).max() > 0.1
     )  # the noise differs between calls
@@ -143,7 +143,10 @@ def test_gradients_through_functions_and_loops(call):
             y = call(layers, x)
         return tape.gradient(y, [x, *(weight.value for weight in layers.trainable_variables)])
 
-    expected, actual = gradients(without_sharing(stack())), tf.function(gradients)(stack())
+    expected, actual = (
+        gradients(without_sharing(stack())),
+        tf.function(gradients, autograph=False)(stack()),
+    )
     for gradient, expected_gradient in zip(actual, expected, strict=True):
         np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-4)
 

@@ -41,11 +41,11 @@ def block_and_x():
 def test_deferred_kernel_gradients_equal_direct_gradients(block_and_x):
     block, x = block_and_x
 
-    @tf.function
+    @tf.function(autograph=False)
     def direct(x):
         return tf.reduce_sum(tf.sin(block(x))), {}
 
-    @tf.function
+    @tf.function(autograph=False)
     def split(x):
         with splitting_backward() as deferred:
             return tf.reduce_sum(tf.sin(block(x))), deferred

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.scoped import Scoped
+from dtransformer.parallel.tracing.trace import Scoped
 
 
 def test_scope_ends_with_its_block_even_after_an_error():

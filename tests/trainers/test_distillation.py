@@ -14,6 +14,7 @@ from dtransformer.layers import CrossEntropyLoss, DistillationLoss
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.parallel.tensor_parallel.divergence import token_divergence
 from dtransformer.reports.audit import needed_operations
+from dtransformer.reports.throughput import tokens_and_flops
 from dtransformer.trainers import Trainer
 from tests import on_mesh
 from tests.models.pretrained.published import with_transformers
@@ -145,6 +146,21 @@ def test_checkpoints_and_weights_contain_only_the_student():
     assert len(trainer.get_weights()) == len(CausalLM(VOCAB_SIZE, **SIZES).weight_shapes())
 
 
+def test_reports_count_the_teacher():
+    teacher = CausalLM(VOCAB_SIZE, **TEACHER_SIZES)
+    trainer = make_trainer(teacher=teacher)
+    trainer.train_on_batch(*batch())
+    row = trainer.memory_report()["weights"]
+    num_parameters = trainer.network.count_params() + teacher.count_params()
+    assert row.planned == row.measured == 4 * num_parameters
+    inputs, labels = map(tf.constant, batch())
+    _, alone = tokens_and_flops(trainer.network, inputs, labels)
+    _, taught = tokens_and_flops(teacher, inputs, labels)
+    tokens, together = tokens_and_flops(trainer.network, inputs, labels, teacher)
+    assert tokens == ROWS * LENGTH
+    assert together == pytest.approx(alone + taught / 3)
+
+
 def test_student_equal_to_its_teacher_has_no_divergence():
     teacher = CausalLM(VOCAB_SIZE, **{**SIZES, "dropout_rate": 0.5})
     trainer = make_trainer(teacher=teacher)
@@ -218,7 +234,7 @@ def test_step_does_not_compute_all_logits_of_the_teacher():
     student.build()
     teacher.build()
 
-    @tf.function
+    @tf.function(autograph=False)
     def compute(inputs, labels):
         with tf.GradientTape() as tape:
             logits = student(inputs, training=True)

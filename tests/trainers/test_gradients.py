@@ -5,8 +5,9 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers.loss import correct_predictions
-from dtransformer.trainers.optimizer.phases import square_norms
-from dtransformer.trainers.optimizer.reduce import buckets, reduce_sum
+from dtransformer.trainers.optimizer.buckets import buckets
+from dtransformer.trainers.optimizer.optimizer_step import square_norms
+from dtransformer.trainers.optimizer.reduction import reduce_sum
 from tests.tolerances import TRAINING
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers import step_metrics
-from dtransformer.trainers.objective import Objective
-from dtransformer.trainers.step_metrics import StepMetrics
+from dtransformer.trainers import compiled_metrics
+from dtransformer.trainers.compiled_metrics import CompiledMetrics
 
 ROWS, CLASSES = 12, 3
 BASES = {"Metric", "MeanMetricWrapper", "Mean", "Sum"}  # Their values are no (y_true, y_pred).
@@ -75,7 +74,7 @@ class TwoRanks:
         self._values = [None, None]
         monkeypatch.setattr(job, "size", lambda: 2)
         monkeypatch.setattr(job, "data_shard", lambda: (self._local.rank, 2))
-        monkeypatch.setattr(step_metrics, "reduce_sum", self._reduce_sum)
+        monkeypatch.setattr(compiled_metrics, "reduce_sum", self._reduce_sum)
 
     def _reduce_sum(self, values, name):
         self._values[self._local.rank] = values
@@ -121,11 +120,11 @@ def test_two_ranks_match_one_rank(monkeypatch, metric_class, options, labels, ou
 
     def train(rank):
         metric = metric_class(**options)
-        metrics = StepMetrics(Objective("mse"), container(metric), on_build=print)
+        metrics = CompiledMetrics(container(metric), on_build=print)
         metrics.build(labels, outputs)
         for half in halves:
             quarter = slice(half.start + 3 * rank, half.start + 3 * rank + 3)
-            metrics._update_compiled(
+            metrics.update(
                 labels[quarter], (outputs[quarter], _compat.get_keras_masks(outputs)), None
             )
         return np.asarray(metric.result())
@@ -143,6 +142,6 @@ def test_metric_that_needs_sample_weights_is_built(monkeypatch):
     metric = Weighted()
     weighted = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     weighted.compile(loss="mse", weighted_metrics=[metric])
-    metrics = StepMetrics(Objective("mse"), weighted._compile_metrics, on_build=print)
+    metrics = CompiledMetrics(weighted._compile_metrics, on_build=print)
     metrics.build(BINARY, SCORE, np.ones(ROWS))
-    assert metrics.is_built and float(metric.result()) == 0
+    assert metrics.container.built and float(metric.result()) == 0

@@ -11,8 +11,8 @@ import tensorflow as tf
 from dtransformer._compat import uses_weight_decay
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Muon, Trainer
-from dtransformer.trainers.optimizer import grouped_update
-from dtransformer.trainers.optimizer.grouped_update import grouped_calls
+from dtransformer.trainers.optimizer import update_calls
+from dtransformer.trainers.optimizer.update_calls import grouped_calls
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
@@ -117,7 +117,7 @@ def keras_weights(name):
     ],
 )
 def test_weights_after_training_match_keras(name, jit_compile, monkeypatch):
-    monkeypatch.setattr(grouped_update, "_MAX_ELEMENTS", 80)
+    monkeypatch.setattr(update_calls, "_MAX_ELEMENTS", 80)
     _, actual = train(OPTIMIZERS[name](), wrap=True, jit_compile=jit_compile)
     for actual_value, expected_value in zip(actual, keras_weights(name), strict=True):
         np.testing.assert_allclose(actual_value, expected_value, rtol=1e-5, atol=1e-6)

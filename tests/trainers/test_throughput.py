@@ -2,20 +2,19 @@
 
 import pytest
 
-from dtransformer.reports.throughput import PRODUCTS, Throughput, measured_peak
+from dtransformer.reports.throughput import PRODUCTS, measured_peak
+from dtransformer.trainers.step_logs import Throughput
 
 
 def test_share_of_peak_is_flops_per_second_divided_by_the_peak():
-    throughput = Throughput()
-    throughput.start(peak=100.0)
+    throughput = Throughput(peak=100.0)
     throughput.add(seconds=2.0, tokens=10, flops=50.0)
     logs = throughput.logs()
     assert logs["tokens_per_second"] == 5 and logs["share_of_peak"] == pytest.approx(0.25)
 
 
 def test_faster_steps_raise_the_measured_peak():
-    throughput = Throughput()
-    throughput.start(peak=100.0)
+    throughput = Throughput(peak=100.0)
     throughput.add(seconds=1.0, tokens=10, flops=200.0)
     assert throughput.logs()["share_of_peak"] == 1
     throughput.reset()

@@ -14,7 +14,8 @@ from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.compile_checks import check_network
 from dtransformer.trainers.data import peek
-from dtransformer.trainers.engines.base import ForwardStep, LocalEngine
+from dtransformer.trainers.engines.local import LocalEngine
+from dtransformer.trainers.forward_step import ForwardStep
 from dtransformer.trainers.optimizer.checks import check_constraints
 from dtransformer.trainers.row_sharding import RowSharding
 from harness.quick import calls_of_traces

@@ -15,7 +15,7 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.transport import never_constant, with_dependency
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.process_groups import Group
-from dtransformer.parallel.tracing.scoped import Scoped
+from dtransformer.parallel.tracing.trace import Scoped
 
 _gradient_of = Scoped("gradient_of_collective")
 _DEFAULT_PREFIX = "dtransformer"  # Name prefix of collectives outside of gradients.

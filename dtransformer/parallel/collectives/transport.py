@@ -17,7 +17,7 @@ import tensorflow as tf
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import logical_gpus
 from dtransformer.parallel.runtime.process_groups import Group
-from dtransformer.parallel.tracing.scoped import Scoped
+from dtransformer.parallel.tracing.trace import Scoped
 
 # Guards that keep TensorFlow from treating Horovod operations as pure functions.
 

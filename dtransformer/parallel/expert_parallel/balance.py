@@ -1,6 +1,6 @@
 """Balance losses of the router, normalized over the global batch so that all layouts agree.
 
-A trainer averages the losses of layers over sequences (see `ForwardStep.added`). Each loss is
+A trainer averages the losses of layers over sequences (see `ForwardStep.added_loss`). Each loss is
 therefore the mean over the local groups. If the local tokens are part of one group, it is this
 part's summand times the number of parts.
 """

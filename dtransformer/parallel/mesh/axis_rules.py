@@ -18,7 +18,7 @@ from dtransformer.parallel.config.config import TransformerOpParallelConfig, get
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.scoped import Scoped
+from dtransformer.parallel.tracing.trace import Scoped
 
 # Layouts of tensors on the mesh.
 

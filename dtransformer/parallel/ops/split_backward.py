@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel.tracing.scoped import Scoped
-from dtransformer.parallel.weights.sharded_variable import ShardedVariable, trained_value
+from dtransformer.parallel.tracing.trace import Scoped
+from dtransformer.parallel.weights.sharded_variable import ShardedVariable
+from dtransformer.parallel.weights.weight import trained_value
 
 _inputs = Scoped("split_backward_inputs")
 

@@ -29,7 +29,7 @@ from dtransformer.parallel.pipeline_parallel.dataflow import CrossStageTensor, D
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.weights.sharded_variable import trained_value
+from dtransformer.parallel.weights.weight import trained_value
 
 
 def stage_devices() -> "LocalExecutor":

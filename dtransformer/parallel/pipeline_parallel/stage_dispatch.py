@@ -14,8 +14,8 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.stage_assignment import check_here
 from dtransformer.parallel.recompute.recompute import requested
-from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+from dtransformer.parallel.tracing.trace import Scoped
 from dtransformer.parallel.zero.gather import read_copy
 
 # Layers of another stage return placeholder outputs during tracing.

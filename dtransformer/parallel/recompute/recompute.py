@@ -34,8 +34,8 @@ from dtransformer.parallel.tracing.dropout_seed import (
     replaced_random_ids,
     use_random_ids,
 )
-from dtransformer.parallel.tracing.scoped import Scoped
 from dtransformer.parallel.tracing.state_scope import SideEffects, StateScope
+from dtransformer.parallel.tracing.trace import Scoped
 from dtransformer.parallel.zero.gather import full_trained_value, inside_unit
 
 _saved_sums = Scoped("saved_sums")

@@ -8,6 +8,7 @@ tokens from the graph. The product of all tokens is computed as before if anythi
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 
 import keras
@@ -19,6 +20,7 @@ from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, c
 from dtransformer.parallel.ops.custom_gradient import custom_gradient, depend_on
 from dtransformer.parallel.ops.low_rank import get_low_rank
 from dtransformer.parallel.ops.split_backward import is_split
+from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tensor_parallel.cross_entropy import is_most_likely, token_nll
 from dtransformer.parallel.tensor_parallel.embedding import tied_kernel
 from dtransformer.parallel.tensor_parallel.linear import get_inner_length_axis, matmul
@@ -132,6 +134,7 @@ def head_losses(
     teachers = [] if teacher_logits is None else [teacher_logits]
     teacher_products = [get_product(x) for x in teachers]
     size = chunk_size(logits, chunk_tokens)
+    _record_bytes(logits, size)
     if size is None or None in teacher_products:
         return compute(logits, labels, *map(tf.stop_gradient, teachers))
     *losses, product.correct = _chunked_losses(product, labels, size, compute, teacher_products)
@@ -155,18 +158,38 @@ def chunk_size(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> in
     return chunk_tokens if num_tokens is None or num_tokens > chunk_tokens else None
 
 
-def logit_bytes(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> int | None:
-    """Return the bytes of the logits that a device computes together, or `None` if unknown.
+def use_all_logits(outputs, losses: list) -> None:
+    """Compute losses of these outputs from all logits, because metrics read them.
 
-    Counts the logits, their float32 copy and its gradient, as the planner does.
+    Warns if the logits are large.
 
     Args:
-        logits: Tensor of shape `[..., V']`.
-        chunk_tokens: As in `head_nll`.
+        outputs: Nested tensors, the outputs of a network.
+        losses: List of the losses, which may have an attribute `chunk_tokens`.
+    """
+    for x in tf.nest.flatten(outputs):
+        if get_product(x) is None:
+            continue
+        sizes = {chunk_size(x, getattr(loss, "chunk_tokens", None)) for loss in losses}
+        if sizes - {None} and job.is_chief():
+            warnings.warn(
+                f"Metrics read all logits of shape {tuple(x.shape)}, so the loss is not computed "
+                "in chunks. To save memory, call `compile` without `metrics`. The logs then "
+                "contain the loss and the accuracy.",
+                stacklevel=2,
+            )
+        x.head_product = None
+
+
+def _record_bytes(logits, size):
+    """Record the logits that are computed together, their float32 copy and its gradient.
+
+    The planner counts the same bytes.
     """
     shape = _local_shape(logits)
-    num_tokens = chunk_size(logits, chunk_tokens) or shape[:-1].num_elements()
-    return num_tokens and num_tokens * shape[-1] * (logits.dtype.size + 2 * 4)
+    num_tokens = size or shape[:-1].num_elements()
+    if num_tokens is not None:
+        trace.record_bytes("logits", num_tokens * shape[-1] * (logits.dtype.size + 2 * 4))
 
 
 def _local_shape(logits):

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from dtransformer.parallel.tracing.scoped import Scoped
-
-_collector = Scoped("auxiliary_metrics")
+from dtransformer.parallel.tracing import trace
 
 
 @contextlib.contextmanager
@@ -25,13 +23,13 @@ def collecting(enabled: bool = True) -> Iterator[dict[str, tf.Tensor]]:
         A dict from metric names to tensors, which the block fills.
     """
     metrics = {}
-    with _collector.set(metrics if enabled else None):
+    with trace.auxiliary_metrics.set(metrics if enabled else None):
         yield metrics
 
 
 def is_collecting() -> bool:
     """Return whether the current code runs inside an enabled `collecting` block."""
-    return _collector.get() is not None
+    return trace.auxiliary_metrics.get() is not None
 
 
 def report(name: str, compute: Callable[[], tf.Tensor]) -> None:
@@ -41,7 +39,7 @@ def report(name: str, compute: Callable[[], tf.Tensor]) -> None:
         name: String that is unique in the network, such as one that starts with a layer's path.
         compute: Function without arguments that returns a float32 tensor.
     """
-    metrics = _collector.get()
+    metrics = trace.auxiliary_metrics.get()
     if metrics is not None:
         value = tf.stop_gradient(compute())
         metrics[name] = metrics[name] + value if name in metrics else value

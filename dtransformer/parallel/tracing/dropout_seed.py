@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.scoped import Scoped
+from dtransformer.parallel.tracing.trace import Scoped
 
 _PHILOX = 1
 """Id of the Philox algorithm in TensorFlow's random operations."""
@@ -21,7 +21,6 @@ _PHILOX = 1
 _THRESHOLDS = 2**62
 """Offset of the random numbers that select thresholds. Parts of masks have smaller offsets."""
 
-_seed = Scoped("dropout_seed")
 _random_ids = Scoped("random_ids", types.MappingProxyType({}))
 
 
@@ -52,12 +51,12 @@ def dropout_seed(seed: tf.Tensor) -> contextlib.AbstractContextManager:
     Args:
         seed: Integer tensor of shape `[2]`.
     """
-    return _seed.set(seed)
+    return trace.dropout_seed.set(seed)
 
 
 def current_dropout_seed() -> tf.Tensor:
     """Return the seed set by `dropout_seed`, or a random one from TensorFlow's global generator."""
-    seed = _seed.get()
+    seed = trace.dropout_seed.get()
     if seed is not None:
         return seed
     return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)

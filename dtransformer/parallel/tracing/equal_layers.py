@@ -16,8 +16,8 @@ from dtransformer.parallel.tracing.dropout_seed import (
     random_layers,
     use_random_ids,
 )
-from dtransformer.parallel.tracing.scoped import context_signature
-from dtransformer.parallel.weights.sharded_variable import trained_value
+from dtransformer.parallel.tracing.trace import context_signature
+from dtransformer.parallel.weights.weight import trained_value
 
 
 def signature(layer: keras.layers.Layer) -> tuple:

@@ -20,7 +20,7 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import is_collecting
 from dtransformer.parallel.tracing.dropout_seed import current_dropout_seed, dropout_seed
 from dtransformer.parallel.tracing.equal_layers import EqualLayers, is_from_package
-from dtransformer.parallel.tracing.scoped import Scoped
+from dtransformer.parallel.tracing.trace import Scoped
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 
 _MAX_COPIES = 12

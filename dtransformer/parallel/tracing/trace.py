@@ -1,16 +1,69 @@
-"""Properties of the computation that is traced, such as whether it has gradients."""
+"""Context of the computation that is traced, such as whether it has gradients.
+
+`Scoped` values contain the context. `with` blocks replace them, separately in each thread.
+"""
 
 import contextlib
+import contextvars
+from collections.abc import Iterator
 
 import tensorflow as tf
 
-from dtransformer.parallel.tracing.scoped import Scoped
+_code_changing = []
+
+
+class Scoped:
+    """Value that `with` blocks replace, separately in each thread.
+
+    Define a scoped value next to the code that reads it. Layers do not read scoped values. They
+    call functions that do.
+
+    Args:
+        name: String. Name for debugging.
+        default: Value outside of all `with` blocks. Defaults to `None`.
+        changes_code: Boolean, whether layers are traced differently for different values, see
+            `context_signature`. Defaults to `False`.
+
+    Example:
+
+    >>> seed = Scoped("seed")
+    >>> with seed.set(3):
+    ...     seed.get()
+    3
+    >>> print(seed.get())
+    None
+    """
+
+    def __init__(self, name: str, default: object = None, changes_code: bool = False):
+        self._variable = contextvars.ContextVar(f"dtransformer_{name}", default=default)
+        if changes_code:
+            _code_changing.append(self)
+
+    def get(self):
+        """Return the current value."""
+        return self._variable.get()
+
+    @contextlib.contextmanager
+    def set(self, value) -> Iterator:
+        """Replace the value inside the `with` block and yield the new value."""
+        token = self._variable.set(value)
+        try:
+            yield value
+        finally:
+            self._variable.reset(token)
+
 
 _on_mesh = Scoped("on_mesh", False, changes_code=True)
 _has_gradients = Scoped("has_gradients", True, changes_code=True)
 _in_training_step = Scoped("in_training_step", False, changes_code=True)
 _in_decoding_loop = Scoped("in_decoding_loop", False)
 _tape_graph = Scoped("tape_graph")
+dropout_seed = Scoped("dropout_seed")
+"""Seed of dropout masks, an integer tensor [2]. `None` draws a random one."""
+auxiliary_metrics = Scoped("auxiliary_metrics")
+"""Dict of the metrics that layers report; see `auxiliary_metrics.py`. `None` disables them."""
+traced_bytes = Scoped("traced_bytes")
+"""Dict that `record_bytes` extends, or `None`."""
 
 
 def is_on_mesh() -> bool:
@@ -47,6 +100,20 @@ def training_step(enabled: bool = True) -> contextlib.AbstractContextManager:
     return _in_training_step.set(enabled)
 
 
+@contextlib.contextmanager
+def training_forward(seed: tf.Tensor) -> Iterator[dict[str, tf.Tensor]]:
+    """Trace the forward pass of a training step in the `with` block.
+
+    Args:
+        seed: Integer tensor [2]. Seed of the dropout masks.
+
+    Yields:
+        A dict from names to the auxiliary metrics that layers report in the block.
+    """
+    with training_step(), dropout_seed.set(seed), auxiliary_metrics.set({}) as metrics:
+        yield metrics
+
+
 def is_decoding_loop() -> bool:
     """Return whether a compiled decoding loop is traced. It updates caches in place."""
     return _in_decoding_loop.get()
@@ -58,7 +125,7 @@ def decoding_loop() -> contextlib.AbstractContextManager:
 
 
 def tape_graph() -> tf.Graph | None:
-    """Return the graph in which a step opens its gradient tape, or `None`.
+    """Return the graph of a step's gradient tape, or `None`.
 
     Only in this graph TensorFlow can report which tensors the tape watches.
     """
@@ -68,3 +135,21 @@ def tape_graph() -> tf.Graph | None:
 def tape_opened_here() -> contextlib.AbstractContextManager:
     """Mark the current graph as the graph of a step's gradient tape."""
     return _tape_graph.set(tf.compat.v1.get_default_graph())
+
+
+def record_bytes(name: str, size: int) -> None:
+    """Record the bytes of tensors that the traced code computes together, for the memory report.
+
+    The largest size of a name counts. Without a dict in `traced_bytes`, do nothing.
+    """
+    sizes = traced_bytes.get()
+    if sizes is not None:
+        sizes[name] = max(size, sizes.get(name, 0))
+
+
+def context_signature() -> tuple[str, ...]:
+    """Return the `repr` of each scoped value with `changes_code=True`.
+
+    Code that was traced under one signature must not be reused under another.
+    """
+    return tuple(repr(scoped.get()) for scoped in _code_changing)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.shard_bounds import Bounds
+from dtransformer.parallel.weights.weight import constant_if_frozen
 from dtransformer.tensor_memory import as_tensor
 
 # Position of a shard: its bounds, and the shard's range in the flattened block inside of them. None
@@ -30,11 +31,6 @@ class ShardedVariable(keras.Variable):
     unsharded_for_use = False
     copy = None
     _unsharded = None  # The full value in host memory. See `unsharded_on_chief`.
-
-    @property
-    def trained_value(self) -> tf.Tensor:
-        """Tensor for gradients: the value, or its stored form."""
-        return self.value
 
     @property
     def shard_bounds(self) -> list[ShardBounds]:
@@ -104,11 +100,6 @@ def unsharded_on_chief(variables: Iterable[keras.Variable]):
             variable._unsharded = None
 
 
-def trained_value(variable: keras.Variable) -> tf.Tensor:
-    """Return the tensor for gradients of any Keras variable."""
-    return variable.trained_value if isinstance(variable, ShardedVariable) else variable.value
-
-
 def is_unsharded_for_use(variable) -> bool:
     """Return whether a tensor or variable is unsharded when it is used."""
     return getattr(variable, "unsharded_for_use", False)
@@ -147,22 +138,3 @@ def full_bounds(shape: Iterable[int]) -> Bounds:
     ((0, 2), (0, 3))
     """
     return tuple((0, size) for size in shape)
-
-
-class Weight(keras.Variable):
-    """Keras variable whose value is a constant for gradients if `trainable` is False.
-
-    In a pipeline stage and in blocks that share a function, a compiled function computes a gradient
-    for each variable that it reads. A constant needs none.
-    """
-
-    @property
-    def value(self):
-        return constant_if_frozen(self, super().value)
-
-
-def constant_if_frozen(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """Return a value without gradient in functions, unless the variable is trainable."""
-    if variable.trainable or not tf.inside_function():
-        return value
-    return tf.stop_gradient(value)

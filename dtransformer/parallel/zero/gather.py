@@ -10,8 +10,9 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing.scoped import Scoped
-from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
+from dtransformer.parallel.tracing.trace import Scoped
+from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
+from dtransformer.parallel.weights.weight import trained_value
 
 _unsharding = Scoped("unsharding")
 

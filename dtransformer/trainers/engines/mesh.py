@@ -23,7 +23,9 @@ from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit
 from dtransformer.trainers.compile_checks import find_trained_batch_norms
 from dtransformer.trainers.data import input_symbols
-from dtransformer.trainers.engines.base import Engine, StepScalars
+from dtransformer.trainers.engines.base import Engine
+from dtransformer.trainers.engines.output_gradients import training_outputs
+from dtransformer.trainers.forward_step import StepScalars
 
 MANY_BLOCKS = 24  # DTensor takes about half a minute to compile a function with this many blocks.
 
@@ -131,7 +133,7 @@ class MeshEngine(Engine):
 
     def _outputs_on_mesh(self, inputs, seed):
         job.record_compilation()
-        return replicate(self._step.training_outputs(inputs, seed[:2]))
+        return replicate(training_outputs(self._step, inputs, seed[:2]))
 
     def _test_on_mesh(self, *batch):
         return replicate(self._step.outputs_and_sums(*batch))

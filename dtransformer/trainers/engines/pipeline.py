@@ -35,12 +35,14 @@ from dtransformer.parallel.schedules import schedules
 from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, without_backward
 from dtransformer.parallel.schedules.simulator import ideal_timeline
 from dtransformer.parallel.schedules.timeline import max_stored_micro_batches, write
+from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 from dtransformer.parallel.zero.gather import unsharding
 from dtransformer.reports import audit
 from dtransformer.trainers.data import check_rows, input_specs, input_symbols
-from dtransformer.trainers.engines.base import Engine, check_any_trained, training_forward
+from dtransformer.trainers.engines.base import Engine
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
+from dtransformer.trainers.forward_step import check_any_trained
 from dtransformer.trainers.row_sharding import take_shard
 
 
@@ -117,14 +119,14 @@ class PipelineEngine(Engine):
 
     # Training step.
 
-    def forward_backward(self, inputs, labels, sample_weight, scalars, reduce=None):
+    def forward_backward(self, inputs, labels, sample_weight, scalars, reduction=None):
         """See `Engine.forward_backward`. Gradients belong to this stage's weights.
 
         Args:
-            reduce: `Reduction.reduce_weights`, which is applied to each micro-batch, or `None`.
+            reduction: `Reduction` of the gradients of each micro-batch, or `None`.
         """
-        if reduce is not None and self.reduce is None:
-            self.reduce = tf.function(reduce, autograph=False)
+        if reduction is not None and self.reduce is None:
+            self.reduce = tf.function(reduction.reduce_weights, autograph=False)
         check_any_trained(self.first_trained < self.placement.num_chunks)
         batch = (inputs, labels, sample_weight)
         self._consistency.check(batch, "train")
@@ -185,7 +187,7 @@ class PipelineEngine(Engine):
         unsharded = contextlib.nullcontext()
         if step.layout.unshards_weights or self._gathers_on_mesh:
             unsharded = unsharding("train")
-        forward = training_forward(devices.unpack_scalars(seed, [2]))
+        forward = trace.training_forward(devices.unpack_scalars(seed, [2]))
         with unsharded, forward as reported, deferring as deferred:
             outputs, changes = step.outputs_and_states(inputs, True, self._layers(chunk))
         sums = step.layer_sums(changes, inputs, counts, reported)
@@ -254,7 +256,7 @@ class PipelineEngine(Engine):
         outputs, changes = self._step.outputs_and_states(inputs, layers=self._layers())
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = get_chunk_losses(self.network, current_chunk(), self.placement)
-        added = self._step.layer_sums(changes, inputs, counts)
+        added = self._step.layer_sums(changes, inputs, counts, {})
         added["added"] = self._step.added_loss(losses, inputs, counts)
         return (self._step.metric_outputs(outputs), sums), self.devices.replicate(added)
 

@@ -19,7 +19,7 @@ from dtransformer.parallel.schedules.instruction import (
 from dtransformer.parallel.schedules.timeline import Event
 from dtransformer.parallel.weights.sharded_variable import get_local_shards
 from dtransformer.trainers.engines.accumulation import micro_batch_seed
-from dtransformer.trainers.optimizer.phases import with_zeros
+from dtransformer.trainers.forward_step import with_zeros
 
 
 class PipelineStep:

@@ -4,12 +4,16 @@ from functools import partial
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.trainers.optimizer.grouped_update import GroupedUpdate
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.states import unit_states
 
 # Modules of optimizers that update each weight separately.
 _MODULES = ("keras.", "dtransformer.")
+# Keras would scale and clip again. With `gradient_accumulation_steps`, Keras clips the sum.
+_SCALING = {"loss_scale_factor": None}
+_CLIPPING = dict.fromkeys(("clipvalue", "clipnorm", "global_clipnorm"))
 
 
 def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
@@ -34,6 +38,7 @@ def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
         ValueError: If shared functions are not possible, and a weight has an `UpdateGroup`, states
             are rounded, or averages overwrite shards.
     """
+    attributes = _SCALING if optimizer.gradient_accumulation_steps else _SCALING | _CLIPPING
     parameters = [unit.parameter for unit in units]
     groups = [getattr(unit.weight, "update_group", None) for unit in units]
     states = None
@@ -41,7 +46,9 @@ def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
         states = unit_states(optimizer, len(units))
     needs_functions = any(groups) or rounding is not None
     if states is not None and (needs_functions or not tf.config.functions_run_eagerly()):
-        return GroupedUpdate(optimizer, parameters, states, groups, jit_compile, rounding)
+        return GroupedUpdate(
+            optimizer, parameters, states, groups, jit_compile, attributes, rounding
+        )
     if needs_functions:
         task = "update groups of weights" if any(groups) else "store its states in bfloat16"
         raise ValueError(
@@ -55,15 +62,16 @@ def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
             "per weight, without run_eagerly, if a mesh or optimizer_shard divides the weights. Remove "
             "it, or use AdamW. fit assigns averages when training ends."
         )
-    return partial(_update_together, optimizer, parameters)
+    return partial(_update_together, optimizer, parameters, attributes)
 
 
-def _update_together(optimizer, parameters, gradients, values):
+def _update_together(optimizer, parameters, attributes, gradients, values):
     proxies = [parameter for parameter in parameters if isinstance(parameter, ParameterProxy)]
     for proxy, value in zip(proxies, values, strict=True):
         proxy.bind(value)
     if parameters:
-        optimizer.apply(gradients, parameters)
+        with _compat.patched(optimizer, **attributes):
+            optimizer.apply(gradients, parameters)
     else:
         # Keras counts no step without gradients, as in a pipeline stage of frozen weights.
         optimizer.iterations.assign_add(1)

@@ -8,7 +8,7 @@ import numpy as np
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 
-VOCAB_SIZE, ROWS, WIDTH, STEPS = 24, 8, 6, 20
+VOCAB_SIZE, ROWS, WIDTH, STEPS, SHORT_STEPS = 24, 8, 6, 20, 5
 IDS = np.random.default_rng(0).integers(1, VOCAB_SIZE, (ROWS, WIDTH + 1)).astype("int32")
 PADDING_MASK = np.ones((ROWS, WIDTH), "int32")
 PADDING_MASK[3:5, 4:] = 0
@@ -58,7 +58,7 @@ def compile_task(model):
     model.compile(optimizer=optimizer, loss=loss, weighted_metrics=[accuracy])
 
 
-def train(kind, folder, layout):
+def train(kind, folder, layout, is_short):
     """Train with the global batch, save, and restore the checkpoint of one process."""
     network = make(kind)
     model = network if job.size() == 1 else Trainer(network)
@@ -66,8 +66,9 @@ def train(kind, folder, layout):
     x, y, weights = INPUTS, IDS[:, 1:], PADDING_MASK.astype("float32")
     if kind == "bert":
         x, y, weights = MASKED_INPUTS, IDS[:, :3], np.ones((ROWS, 3), "float32")
+    epochs = SHORT_STEPS if is_short else STEPS
     history = model.fit(
-        x, y, sample_weight=weights, batch_size=ROWS, epochs=STEPS, shuffle=False, verbose=0
+        x, y, sample_weight=weights, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0
     ).history
     outputs = model.predict(x, batch_size=ROWS, verbose=0)
     result = {
@@ -91,7 +92,7 @@ def train(kind, folder, layout):
 
 def task(kind):
     """Return the task that trains a kind of network."""
-    return lambda folder, layout: train(kind, folder, layout)
+    return lambda folder, layout, is_short: train(kind, folder, layout, is_short)
 
 
 TASKS = {kind: task(kind) for kind in ("llama", "gemma", "gpt2", "bert")}

@@ -1,4 +1,4 @@
-"""Train 20 steps with bfloat16 states or overwriting averages, and resume after 10 of them."""
+"""Train with bfloat16 states or overwriting averages, and resume after half of the steps."""
 
 import pathlib
 
@@ -10,7 +10,7 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Muon, Trainer
 
-SEED, OTHER_SEED, STEPS, SAVED_STEP = 7, 99, 20, 10
+SEED, OTHER_SEED, STEPS, SHORT_STEPS = 7, 99, 20, 8
 IDS = np.random.default_rng(0).integers(4, 62, (8, 12), "int32")
 LABELS = np.roll(IDS, -1, axis=1)
 ALONE = "alone@1x1"
@@ -38,13 +38,15 @@ def evaluate(trainer):
     return losses
 
 
-def states_of(make_optimizer, name, folder, layout):
+def states_of(make_optimizer, name, folder, layout, is_short):
     """Return losses of an uninterrupted run, of a resumed run, and from one process' checkpoint."""
+    num_steps = SHORT_STEPS if is_short else STEPS
+    saved_step = num_steps // 2
     path = pathlib.Path(folder) / f"{name}-{layout.name}"
     trainer = new_trainer(make_optimizer(), SEED)
-    losses = train(trainer, SAVED_STEP)
+    losses = train(trainer, saved_step)
     trainer.save(path)
-    losses += train(trainer, STEPS - SAVED_STEP)
+    losses += train(trainer, num_steps - saved_step)
     row = trainer.memory_report()["optimizer states"]
     result = {
         "losses": losses,
@@ -54,35 +56,35 @@ def states_of(make_optimizer, name, folder, layout):
     del trainer
     resumed = new_trainer(make_optimizer(), OTHER_SEED)
     resumed.restore(path)
-    result["resumed"] = train(resumed, STEPS - SAVED_STEP)
+    result["resumed"] = train(resumed, num_steps - saved_step)
     if layout.name != ALONE:
         resumed.restore(pathlib.Path(folder) / f"{name}-{ALONE}")
-        result["from_one_process"] = train(resumed, STEPS - SAVED_STEP)
+        result["from_one_process"] = train(resumed, num_steps - saved_step)
     return result
 
 
-def rounded(folder, layout):
+def rounded(folder, layout, is_short):
     def adamw():
         return keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-6)
 
     with dtransformer.parallel_config(optimizer_state_dtype="bfloat16"):
-        return states_of(adamw, "rounded", folder, layout)
+        return states_of(adamw, "rounded", folder, layout, is_short)
 
 
-def rounded_muon(folder, layout):
+def rounded_muon(folder, layout, is_short):
     def muon():
         return Muon(0.01, epsilon=1e-6)
 
     with dtransformer.parallel_config(optimizer_state_dtype="bfloat16"):
-        return states_of(muon, "rounded_muon", folder, layout)
+        return states_of(muon, "rounded_muon", folder, layout, is_short)
 
 
-def overwritten(folder, layout):
+def overwritten(folder, layout, is_short):
     def averaging():
         averages = {"use_ema": True, "ema_momentum": 0.6, "ema_overwrite_frequency": 3}
         return keras.optimizers.Adam(0.01, epsilon=1e-4, **averages)
 
-    return states_of(averaging, "overwritten", folder, layout)
+    return states_of(averaging, "overwritten", folder, layout, is_short)
 
 
 TASKS = {task.__name__: task for task in (rounded, rounded_muon, overwritten)}

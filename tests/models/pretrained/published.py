@@ -62,6 +62,16 @@ def results(name) -> dict:
     return dict(np.load(published() / f"{name}.npz"))
 
 
+def generated_texts(name) -> dict:
+    """Return the texts that `transformers` generated with a model."""
+    path = published() / f"{name}-texts.npz"
+    with open(published() / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not path.exists():
+            _run("generate", published())
+    return dict(np.load(path))
+
+
 def get_batch(expected) -> tuple:
     """Return inputs and labels from `results` in the form that our networks accept."""
     return tuple(_nested(expected, kind) for kind in ("inputs", "labels"))

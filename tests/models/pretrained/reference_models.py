@@ -1,9 +1,11 @@
 """Program that makes or checks small random models of `transformers`.
 
     python -m tests.models.pretrained.reference_models make FOLDER
+    python -m tests.models.pretrained.reference_models generate FOLDER
     python -m tests.models.pretrained.reference_models check MADE FOLDER
 
-`make` saves models before and after three steps of SGD, and their float32 results.
+`make` saves models before and after three steps of SGD, and their float32 results. It generates
+texts with a few models, and `generate` with the others.
 `check` loads models of the same names from FOLDER and compares their results.
 """
 
@@ -147,6 +149,7 @@ for _names, _defaults, _rows, _kind in (
         _config = {**_defaults, **_row.config}
         MODELS[_name] = (_class, _config, _kind(_row.config if _defaults is BERT else _config))
 STEPS = 3
+QUICKLY_GENERATED = "llama", "marian", "bart"  # The quick suite compares their texts.
 FAMILIES = sorted({model_class.config_class.model_type for model_class, _, _ in MODELS.values()})
 
 
@@ -203,9 +206,9 @@ def make(folder):
         batch = kind.batch()
         with torch.no_grad():
             outputs = kind.outputs(model, batch)
-        generated = {**kind.generate(model), **kind.padded(model)}
-        if name == SEARCHED:
-            generated |= search_results(model)
+        padded = kind.padded(model)
+        if name in QUICKLY_GENERATED:
+            save_texts(model, folder, name)
         optimizer, losses = torch.optim.SGD(model.parameters(), kind.learning_rate), []
         for _ in range(STEPS):
             loss = kind.loss(model, batch)
@@ -216,7 +219,24 @@ def make(folder):
         model.save_pretrained(folder / f"{name}_after")
         arrays = {key: np.asarray(value) for key, value in {**batch, **outputs}.items()}
         scalars = {"losses": losses, "learning_rate": kind.learning_rate}
-        np.savez(folder / f"{name}.npz", **arrays, **scalars, **generated)
+        np.savez(folder / f"{name}.npz", **arrays, **scalars, **padded)
+
+
+def save_texts(model, folder, name):
+    """Save the texts that a model generates."""
+    texts = MODELS[name][-1].generate(model)
+    if name == SEARCHED:
+        texts |= search_results(model)
+    np.savez(folder / f"{name}-texts.npz", **texts)
+
+
+def generate(folder):
+    """Save the texts of all models that `make` has not generated."""
+    for seed, (name, (model_class, _, _)) in enumerate(MODELS.items()):
+        if name not in QUICKLY_GENERATED:
+            torch.manual_seed(seed)
+            model = model_class.from_pretrained(folder / name, attn_implementation="eager")
+            save_texts(model, folder, name)
 
 
 def tensors_to_randomize(model):
@@ -244,4 +264,6 @@ def check(created, folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # More threads would slow down models of this size.
-    {"make": make, "check": check}[sys.argv[1]](*map(pathlib.Path, sys.argv[2:]))
+    {"make": make, "generate": generate, "check": check}[sys.argv[1]](
+        *map(pathlib.Path, sys.argv[2:])
+    )

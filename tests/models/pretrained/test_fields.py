@@ -24,7 +24,12 @@ from dtransformer.models.pretrained.load import (
     network_arguments,
 )
 from tests.models.pretrained.family_rows import DEFAULT_SIZES
-from tests.models.pretrained.published import NEW_TOKENS, published, results, with_transformers
+from tests.models.pretrained.published import (
+    NEW_TOKENS,
+    generated_texts,
+    published,
+    with_transformers,
+)
 from tests.models.pretrained.search_cases import FOLDER_RULES
 from tests.models.pretrained.test_wrong_folders import BART, LLAMA, change_config, save_network
 
@@ -161,7 +166,7 @@ def test_generation_rules_of_a_translation_model_match_transformers(beams, tmp_p
     shutil.copytree(published() / "bart", tmp_path / "bart")
     network, expected = (
         load_with_rules(tmp_path / "bart", eos_token_id=2, **FOLDER_RULES),
-        results("bart"),
+        generated_texts("bart"),
     )
     source = expected["generate/source"].astype("int32")
     actual = network.generate(source, NEW_TOKENS, beam_size=beams, length_penalty=0.0).numpy()

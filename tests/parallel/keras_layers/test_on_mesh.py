@@ -1,6 +1,7 @@
 """On a mesh the weights of Keras' layers are sharded in place, with unchanged values."""
 
 import contextlib
+import functools
 import io
 
 import keras
@@ -33,6 +34,13 @@ def losses(model, steps=2):
     inputs, labels = make_batch("gpt")
     fit = compiled(model).fit(inputs, labels, 8, epochs=steps, shuffle=False, verbose=0)
     return fit.history["loss"]
+
+
+@functools.cache
+def results_without_mesh():
+    """Return the initial weights and losses of `named_gpt`. Call it before a mesh starts."""
+    network = named_gpt()
+    return network.get_weights(), losses(network)
 
 
 def predicted_line(network, x):
@@ -86,9 +94,7 @@ def test_the_plan_shows_layouts_and_rules_before_and_after_the_first_step():
 
 @on_mesh
 def test_a_layout_map_replaces_the_default_rules():
-    network = named_gpt()
-    initial = network.get_weights()
-    expected = losses(network)
+    initial, expected = results_without_mesh()
     layouts = {QUERY: (None, "model", None), "embedding/embeddings": ("data", "model")}
     start(data_parallel=2, model_parallel=2, layout_map=layouts)
     network = named_gpt()
@@ -189,9 +195,7 @@ def test_adapters_of_keras_are_sharded_like_their_kernels():
 
 @on_mesh
 def test_the_embedding_is_sharded_by_rows_if_requested():
-    network = named_gpt()
-    initial = network.get_weights()
-    expected = losses(network)
+    initial, expected = results_without_mesh()
     start(vocab_emb_dp=False)
     network = named_gpt()
     network.set_weights(initial)

@@ -10,9 +10,10 @@ import tensorflow as tf
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.trainers.optimizer.checks import check_elementwise, check_shards
+from dtransformer.trainers.optimizer.optimizer_step import LossScale
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
-from dtransformer.trainers.optimizer.sharded_optimizer import LossScale, ShardedOptimizer
-from dtransformer.trainers.step_compiler import StepCompiler
+from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
+from dtransformer.trainers.step_runner import StepCompiler
 
 WEIGHTS = [
     Parameter("encoder/kernel", (512, 100), 4),
@@ -150,7 +151,7 @@ def test_updates_of_shards_equal_updates_of_full_weights(name, compiled):
     sharded.exclude_from_weight_decay(var_names=["bias"])
     sharded.build(flat)
 
-    @tf.function(jit_compile=compiled)
+    @tf.function(jit_compile=compiled, autograph=False)
     def update(gradients, values):
         for variable, value in zip(flat, values):
             variable.bind(value)
@@ -290,33 +291,33 @@ def test_norm_is_zero_without_counted_weights(kind, clip, traced):
     optimizer = keras.optimizers.SGD(1.0, **clip)
     step = ShardedOptimizer(optimizer, weights, [None] * len(weights), StepCompiler(), copies)
     run = functools.partial(run_step, step)
-    run = tf.function(run) if traced else run
+    run = tf.function(run, autograph=False) if traced else run
     assert float(run([tf.constant([3.0, 4.0])] * len(weights))) == 0
     assert int(optimizer.iterations) == 1
 
 
 def phase_names(steps):
-    return [phase.func.__name__ for phase in steps]
+    return [getattr(phase, "func", phase).__name__ for phase in steps]
 
 
 def test_one_device_skips_phases_of_other_layouts():
     weight = keras.Variable(np.ones(3, "float32"))
     step = ShardedOptimizer(keras.optimizers.SGD(0.5), [weight], [None], StepCompiler())
-    assert phase_names(step._gradient_phases) == [
-        "reduce_gradients",
+    assert phase_names(step.phases) == [
+        "prepare_gradients",
         "unscale",
         "measure_gradients",
         "measure_norm",
         "clip",
     ]
-    assert phase_names(step._update_phases) == ["update_weights"]
+    assert step.store is None
 
 
 def test_keras_clips_the_sum_of_accumulated_gradients():
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer = keras.optimizers.SGD(0.5, clipnorm=1.0, gradient_accumulation_steps=2)
     step = ShardedOptimizer(optimizer, [weight], [None], StepCompiler())
-    assert "clip" not in phase_names(step._gradient_phases)
+    assert "clip" not in phase_names(step.phases)
 
 
 def test_tensorflow_has_no_stateless_apply():

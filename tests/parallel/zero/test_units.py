@@ -11,7 +11,7 @@ from dtransformer.parallel import variable_factory
 from dtransformer.parallel.config.config import TransformerRecomputeConfig, parallel_config
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
-from dtransformer.parallel.weights.sharded_variable import trained_value
+from dtransformer.parallel.weights.weight import trained_value
 from dtransformer.parallel.zero import gather, units
 from dtransformer.parallel.zero.variables import FullyShardedVariable
 

@@ -175,7 +175,7 @@ def test_compiled_updates_of_large_networks_on_a_mesh():
     ):
         expected = losses(make_trainer(network(), optimizer()))
         start()
-        with unittest.mock.patch("dtransformer.trainers.step_compiler._LARGE_NETWORK", 0):
+        with unittest.mock.patch("dtransformer.trainers.step_runner._LARGE_NETWORK", 0):
             trainer = make_trainer(network(), optimizer())
             np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
         assert int(trainer.optimizer.iterations.numpy()) == 3

@@ -9,13 +9,13 @@ from dtransformer import TransformerOpParallelConfig, parallel_config
 from dtransformer.layers import Dropout
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
+from dtransformer.parallel.tracing.trace import training_forward
 from dtransformer.runs.tasks.embedding import InBatchLoss
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.compile_checks import check_compile_options
 from dtransformer.trainers.engines.accumulation import micro_batch_seed
-from dtransformer.trainers.engines.base import training_forward
 from dtransformer.trainers.objective import Objective
-from dtransformer.trainers.step_compiler import StepCompiler
+from dtransformer.trainers.step_runner import StepCompiler
 from harness.tolerances import PARITY_LOSS
 from tests.on_mesh import on_mesh, start
 from tests.peak_memory import peak_of_a_second_step

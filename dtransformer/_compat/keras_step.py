@@ -1,5 +1,6 @@
-"""Private names of Keras: losses, masks and errors of a layer's call."""
+"""Private names of Keras that a training step uses: masks, losses, and attributes of optimizers."""
 
+import contextlib
 import functools
 import re
 import traceback
@@ -8,7 +9,6 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 from keras.src.trainers import compile_utils
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 _KERAS_PREFIX = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
 
@@ -49,14 +49,6 @@ def with_masks(tensors, masks: dict[int, tf.Tensor]):
     return tf.nest.pack_sequence_as(tensors, flat)
 
 
-def may_add_losses(layer: keras.layers.Layer) -> bool:
-    """Return whether a layer added a loss when it was traced in a `keras.StatelessScope`.
-
-    Unnecessary if the scope recorded the layer of each loss.
-    """
-    return bool(layer._loss_ids)
-
-
 class CompileLoss(compile_utils.CompileLoss):
     """Keras' assignment of the losses in `compile` to the network's outputs.
 
@@ -95,22 +87,6 @@ class _ListOfLengthOne(list):
         return 1
 
 
-def class_weight_to_sample_weight(labels, class_weight: dict, sample_weight=None):
-    """Return the sample weights that `train_on_batch(class_weight=...)` uses.
-
-    Unnecessary if Keras exported the conversion.
-
-    Raises:
-        ValueError: If there are also sample weights.
-    """
-    if sample_weight is not None:
-        raise ValueError(
-            "Received both `class_weight` and `sample_weight`. Multiply them, and pass "
-            "`sample_weight` only."
-        )
-    return data_adapter_utils.class_weight_to_sample_weights(labels, class_weight)
-
-
 def keep_error_messages(call: Callable) -> Callable:
     """Decorate a layer's `call` or `__call__` so that Keras does not extend this library's errors.
 
@@ -132,3 +108,99 @@ def keep_error_messages(call: Callable) -> Callable:
             raise new_error.with_traceback(error.__traceback__) from None
 
     return wrapped
+
+
+@contextlib.contextmanager
+def patched(owner: object, **attributes):
+    """Context manager that temporarily sets attributes of an object, without Keras' tracking.
+
+    Unnecessary if Keras' methods accepted these values as arguments.
+    """
+    current = vars(owner)
+    saved = {name: current[name] for name in attributes if name in current}
+    current.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del current[name]
+        current.update(saved)
+
+
+@contextlib.contextmanager
+def declared_dtype(variables: list, dtype: str):
+    """Context manager that lets Keras variables report another dtype, without a conversion.
+
+    Keras' operations choose their type by it. Unnecessary if optimizers could compute in a wider type
+    than their states.
+    """
+    with contextlib.ExitStack() as stack:
+        for variable in variables:
+            stack.enter_context(patched(variable, _dtype=dtype))
+        yield
+
+
+def get_learning_rate(optimizer: keras.optimizers.Optimizer):
+    """Return an optimizer's learning rate: a variable, a schedule or a function.
+
+    The public property evaluates schedules and functions. Unnecessary if Keras returned the object.
+    """
+    return optimizer._learning_rate
+
+
+def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) -> dict:
+    """Return attributes for `patched` that multiply an optimizer's learning rate by `factor`.
+
+    Unnecessary if Keras' optimizers had groups of weights.
+    """
+    rate = optimizer._learning_rate
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+
+    def product():
+        value = rate(optimizer.iterations) if is_schedule else rate() if callable(rate) else rate
+        return keras.ops.multiply(value, factor)
+
+    return {"_learning_rate": product}
+
+
+def get_moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
+    """Return a built optimizer's moving averages, or an empty list without `use_ema`.
+
+    Unnecessary if they were public.
+    """
+    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+
+
+def average_only(
+    optimizer: keras.optimizers.Optimizer, indices: list[int], variables: list
+) -> dict:
+    """Return attributes for `patched` that restrict `use_ema` to some of the variables.
+
+    They also select new values instead of branching, because a branch cannot assign tensors of the
+    outer graph. The dict is empty without `use_ema`. Unnecessary if `apply` averaged and overwrote only
+    the variables that it receives.
+
+    Args:
+        optimizer: Built Keras optimizer.
+        indices: Indices of the variables in the order of the build.
+        variables: Objects that replace these variables.
+    """
+    averages = get_moving_averages(optimizer)
+    if not averages:
+        return {}
+    selected = [averages[i] for i in indices]
+    settings = {"_trainable_variables": variables, "_model_variables_moving_average": selected}
+    if optimizer.ema_overwrite_frequency:
+        overwrite = functools.partial(
+            _average_and_overwrite, optimizer, selected, optimizer.ema_overwrite_frequency
+        )
+        settings["_update_model_variables_moving_average"] = overwrite
+        settings["ema_overwrite_frequency"] = None
+    return settings
+
+
+def _average_and_overwrite(optimizer, averages, frequency, variables):
+    type(optimizer)._update_model_variables_moving_average(optimizer, variables)
+    is_due = keras.ops.equal((optimizer.iterations + 1) % frequency, 0)
+    for variable, average in zip(variables, averages):
+        variable.assign(keras.ops.where(is_due, average, variable))

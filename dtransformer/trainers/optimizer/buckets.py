@@ -1,26 +1,8 @@
-"""Sums of scalars over the data-parallel group, and buckets of gradients."""
+"""Buckets of gradients: gradients of a bucket are reduced in one collective."""
 
 from dtransformer import _compat
 from dtransformer.layers.block import TransformerBlock
-from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.runtime import job
-
-
-def reduce_sum(scalars: dict, name: str) -> dict:
-    """Sum tensors over the data-parallel group in one collective.
-
-    Args:
-        scalars: Dict of tensors of one dtype.
-        name: String. Name of the collective, identical on all ranks.
-
-    Returns:
-        A dict with the same keys.
-    """
-    local = [never_constant(x) for x in scalars.values()]
-    sums = transport.all_reduce_together(local, job.data_parallel_group(), name)
-    return dict(zip(scalars, sums))
 
 
 def bucket_ids(network, weights):
