@@ -40,7 +40,8 @@ def installed(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere") / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet"]
-    subprocess.run([*pip, "--no-index", "--no-deps", built[1]], check=True)
+    # With PYTHONPATH pip may find this checkout and install nothing.
+    run(*pip, "--no-index", "--no-deps", built[1], folder=folder)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"

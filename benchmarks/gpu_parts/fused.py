@@ -9,6 +9,7 @@ import tensorflow as tf
 from benchmarks.gpu_parts import alone
 from dtransformer.layers.attention_core import attention, implementation_for
 from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.position_bias import relative_bias
 
 # Name -> ((b, n, m, s, t, d), dtype, options). A mask is given by name.
 CASES = {
@@ -30,6 +31,12 @@ CASES = {
     ),
     "pairs": ((2, 4, 4, 256, 256, 64), "float16", {"mask": "pairs"}),
     "heads": ((2, 4, 4, 256, 256, 64), "bfloat16", {"mask": "heads"}),
+    "relative": ((2, 4, 4, 256, 256, 64), "bfloat16", {"causal": True, "bias": "relative"}),
+    "relative padding": (
+        (2, 4, 2, 256, 256, 64),
+        "bfloat16",
+        {"mask": "right", "bias": "relative"},
+    ),
 }
 TIMED = {  # Layers of models with 355M, 1.3B and 8B parameters.
     "355m": ((8, 16, 16, 1024, 1024, 64), {"causal": True}),
@@ -55,7 +62,8 @@ def check(smoke, **_):
         rounded = _differences(
             _function("reference", options)(*tensors), _function("reference", options)(*wide)
         )
-        implementation = implementation_for("cudnn", *tensors[:2], **options)
+        has_bias = {"bias": "bias" in options}
+        implementation = implementation_for("cudnn", *tensors[:2], **{**options, **has_bias})
         yield {
             "case": name,
             "dtype": dtype,
@@ -97,6 +105,8 @@ def _make_inputs(shape, options, dtype):
     }
     if "mask" in options:
         options = {**options, "mask": masks[options["mask"]]()}
+    if "bias" in options:  # T5's table, which `_function` makes a bias of.
+        options = {**options, "bias": tf.constant(rng.normal(size=(32, n)), "float32")}
     return tensors, options
 
 
@@ -107,12 +117,17 @@ def _packed(positions, lengths):
 
 
 def _function(implementation, options, jit_compile=None):
+    tables = [options["bias"]] if "bias" in options else []
+
     @functools.partial(tf.function, autograph=False, jit_compile=jit_compile)
     def run(q, k, v, dy):
+        watched = [q, k, v, *tables]
         with tf.GradientTape() as tape:
-            tape.watch([q, k, v])
-            y = attention(q, k, v, implementation=implementation, **options)
-        return [y, *tape.gradient(y, [q, k, v], dy)]
+            tape.watch(watched)
+            bias = relative_bias(*tables, 128, options.get("causal", False)) if tables else None
+            rest = {**options, "bias": bias}
+            y = attention(q, k, v, implementation=implementation, **rest)
+        return [y, *tape.gradient(y, watched, dy)]
 
     return run
 
