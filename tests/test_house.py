@@ -120,7 +120,11 @@ MAY_IMPORT_HOROVOD = (
     *("parallel/runtime/job.py", "parallel/runtime/launch.py"),
     *("cli/doctor.py", "cli/launching/job.py"),
 )
-MAY_SET_GLOBALS = ("parallel/config/config.py", "parallel/runtime/job.py")
+# Compilation by XLA is set for the process, like TensorFlow's own options.
+MAY_SET_GLOBALS = (
+    *("parallel/config/config.py", "parallel/runtime/job.py"),
+    "parallel/ops/fused.py",
+)
 OTHER_FOLDERS = ("benchmarks", "examples", "harness")
 MAX_LINES = 380
 """Lines of code of a file, without docstrings, comments and blank lines."""

@@ -60,6 +60,15 @@ def is_on_a_tape(tensors: list) -> bool:
     return record.should_record_backprop(tensors)
 
 
+def without_tapes() -> contextlib.AbstractContextManager:
+    """Record nothing on gradient tapes in the `with` block.
+
+    Nested tapes would add outputs to called functions. Unnecessary if a tape's `stop_recording`
+    applied to all tapes.
+    """
+    return record.stop_recording()
+
+
 def is_compiled_by_xla() -> bool:
     """Return whether XLA compiles the code being traced. Unnecessary if a graph reported it."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient, prevent_reuse
+from dtransformer.parallel.ops.fused import fused
 
 # Clamp and sigmoid slope of gpt-oss' gate.
 _GATE_LIMIT = 7.0
@@ -129,9 +130,12 @@ def _gelu(x):
 
 
 def _gelu_tanh(x):
-    wide = _widen(x)  # Keras computes a power, which is slow, also in the gradient.
-    tanh = tf.tanh(math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * tf.square(wide)))
-    return tf.cast(0.5 * wide * (1 + tanh), x.dtype)
+    # Keras computes a power, which is slow, and (1 + tanh(u)) / 2, which loses digits for u < 0. It
+    # equals the sigmoid of 2u.
+    wide = _widen(x)
+    factor = 2 * math.sqrt(2 / math.pi)
+    gate = tf.sigmoid(wide * (factor + factor * 0.044715 * tf.square(wide)))
+    return tf.cast(wide * gate, x.dtype)
 
 
 def _widen(x):
@@ -154,16 +158,16 @@ def _recomputed(compute, *args):
     dependencies.
     """
 
+    def gradients(dy, *args):
+        with tf.control_dependencies([dy]), tf.GradientTape() as tape:
+            inputs = [prevent_reuse(arg, dy) for arg in args]
+            tape.watch(inputs)
+            y = compute(*inputs)
+        return tape.gradient(y, inputs, dy)
+
     @custom_gradient
     def activate(*args):
-        def gradients(dy):
-            with tf.control_dependencies([dy]), tf.GradientTape() as tape:
-                inputs = [prevent_reuse(arg, dy) for arg in args]
-                tape.watch(inputs)
-                y = compute(*inputs)
-            return tape.gradient(y, inputs, dy)
-
-        return compute(*args), gradients
+        return fused(compute)(*args), lambda dy: fused(gradients)(dy, *args)
 
     return activate(*map(tf.convert_to_tensor, args))
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.errors import check_int
 from dtransformer.layers.loss import CrossEntropyLoss
+from dtransformer.parallel.ops.fused import enable_fusion
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.trainers.objective import Objective
 from dtransformer.trainers.optimizer.guard import SpikeGuard
@@ -110,5 +111,6 @@ def set_tensorflow_options(jit_compile: bool | str) -> None:
     tf.config.optimizer.set_experimental_options(
         {"arithmetic_optimization": False, "function_optimization": False}
     )
+    enable_fusion(jit_compile == "auto")
     if takes_gpu_branch():  # XLA fuses elementwise operations, which are bound by memory there.
         tf.config.optimizer.set_jit("autoclustering" if jit_compile == "auto" else False)

@@ -147,8 +147,9 @@ class Trainer(keras.Model):
             run_eagerly: Whether to run steps in Python, for debugging.
             steps_per_execution: Number of steps per call of the compiled training function.
             jit_compile: Whether XLA compiles the forward and backward pass and the update. `"auto"`
-                compiles only the update, and only for networks of at least 2**20 weights. On GPUs
-                `"auto"` also lets XLA compile clusters between collectives (docs/gpus.md).
+                compiles the update of networks of at least 2**20 weights, and on CPUs the loss and
+                activations of at least 2**18 elements with a known shape. On GPUs it also lets
+                XLA compile clusters between collectives (docs/gpus.md).
             auto_scale_loss: Whether to scale the loss under `mixed_float16`. The scale doubles
                 after 2,000 finite steps and halves after a step with an overflow on any rank, which
                 all ranks skip. The logs contain `loss_scale` and `skipped_steps`. For other values

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, constrain, relayout
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.fused import fused
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.embedding import look_up_in_shards
 from dtransformer.parallel.tracing import trace
@@ -53,18 +54,21 @@ def token_nll(
         x = tf.cast(logits, compute_type)
         return x if is_entry is None else tf.where(is_entry, x, tf.cast(fill, x.dtype))
 
-    @custom_gradient
-    def nll(logits):
+    def statistics(logits):
         x = entries(logits, logits.dtype.min)
         max_logits = tf.reduce_max(x, axis=-1, keepdims=True)
-        sum_exp = tf.reduce_sum(tf.exp(x - max_logits), axis=-1, keepdims=True)
+        return max_logits, tf.reduce_sum(tf.exp(x - max_logits), axis=-1, keepdims=True)
+
+    @custom_gradient
+    def nll(logits):
+        max_logits, sum_exp = fused(statistics)(logits)
         z = tf.math.log(sum_exp) + max_logits
         label_logits = tf.cast(label_values(logits, labels), compute_type)
         target = on * (label_logits - tf.squeeze(max_logits, -1))
         if label_smoothing:
             target += off * tf.reduce_sum(entries(logits, max_logits) - max_logits, axis=-1)
 
-        def gradient(upstream):
+        def gradient(upstream, logits):
             upstream = upstream[..., None]
             scale = upstream * (1 + 2 * z_loss * z) if z_loss else upstream
             dx = tf.exp(entries(logits, logits.dtype.min) - max_logits) * (scale / sum_exp)
@@ -76,7 +80,9 @@ def token_nll(
             return tf.cast(constrain(dx, logits_axes(dx)), logits.dtype)
 
         value = tf.squeeze(tf.math.log(sum_exp), -1) - target
-        return value + z_loss * tf.square(tf.squeeze(z, -1)) if z_loss else value, gradient
+        if z_loss:
+            value += z_loss * tf.square(tf.squeeze(z, -1))
+        return value, lambda upstream: fused(gradient)(upstream, logits)
 
     return nll(logits)
 
