@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives.division import pack_consecutive
+from dtransformer.trainers.optimizer.adam_step import AdamStep, is_adam
 from dtransformer.trainers.optimizer.muon import Muon
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.stochastic_rounding import (
@@ -22,7 +23,7 @@ from dtransformer.trainers.optimizer.update_group import UpdateGroup
 
 # Maximum number of elements that a call updates, unless one unit has more. A compiled call keeps
 # the old and the new values of all its units in memory.
-_MAX_ELEMENTS = 2**22
+_MAX_ELEMENTS = 2**24
 
 
 def grouped_calls(keys, sizes, max_size):
@@ -284,12 +285,15 @@ class GroupedUpdate:
             scope.add_update((state, value))
         settings = _compat.average_only(self._optimizer, indices, proxies)
         settings |= _group_settings(self._optimizer, group)
+        settings |= _compat.shared_weight_decay(self._optimizer)
         with (
             scope,
             _compat.patched(self._optimizer, **settings),
             _compat.declared_dtype(rounded, "float32"),
         ):
-            self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
+            step = {"update_step": AdamStep(self._optimizer)} if is_adam(self._optimizer) else {}
+            with _compat.patched(self._optimizer, **step):
+                self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
         for state, variable in pairs:
             value = scope.get_current_value(state)
             if id(state) in bits:

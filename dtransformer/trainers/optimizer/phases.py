@@ -5,6 +5,7 @@ A phase is a function that changes a `StepData`. The phases are in their order o
 """
 
 import dataclasses
+import itertools
 import math
 import warnings
 
@@ -15,6 +16,11 @@ from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
+
+
+# Maximum number of elements of a gradient that is copied, so that one operation measures all gradients
+# of its size.
+_MAX_STACKED = 2**16
 
 
 def with_zeros(weights, gradients, zeros):
@@ -180,11 +186,24 @@ def square_norms(tensors, devices):
         tensors: List of tensors.
         devices: List with the device that measures each tensor.
     """
+    large = []
     halves = []
-    for tensor, device in zip(tensors, devices):
+    by_shape = {}
+    for i, (tensor, device) in enumerate(zip(tensors, devices)):
+        if math.prod(tensor.shape) <= _MAX_STACKED:
+            by_shape.setdefault((device, tuple(tensor.shape)), []).append(i)
+            continue
+        large.append(i)
         with tf.device(device):
             halves.append(tf.nn.l2_loss(tf.cast(tensor, "float32")))  # Half of the square.
-    return 2.0 * tf.stack(halves) if halves else tf.zeros([0])
+    squares = [2.0 * tf.stack(halves) if halves else tf.zeros([0])]
+    for (device, shape), positions in by_shape.items():
+        with tf.device(device):
+            stacked = tf.cast(tf.stack([tensors[i] for i in positions]), "float32")
+            squares.append(tf.reduce_sum(tf.square(stacked), range(1, len(shape) + 1)))
+    order = [*large, *itertools.chain(*by_shape.values())]
+    ranks = sorted(range(len(order)), key=order.__getitem__)
+    return tf.gather(tf.concat(squares, 0), tf.constant(ranks, "int32"))
 
 
 def sum_square_norms(shards, data):
