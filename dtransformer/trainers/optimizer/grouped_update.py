@@ -148,6 +148,7 @@ class GroupedUpdate:
     Call arguments:
         gradients: List of tensors, one per parameter.
         values: List of tensors. Current values of the `ParameterProxy`s.
+        factor: Float32 scalar that multiplies the gradients. `None` means 1.
 
     Returns:
         List of tensors. New values of the `ParameterProxy`s.
@@ -176,7 +177,7 @@ class GroupedUpdate:
             for call in grouped_calls(keys, sizes, _MAX_ELEMENTS):
                 self._calls.append((device, [units[i] for i in call]))
 
-    def __call__(self, gradients, values):
+    def __call__(self, gradients, values, factor):
         self._drop_outdated_functions()
         passed_values = iter(values)
         values = [unit.value(passed_values) for unit in self._units]
@@ -192,6 +193,7 @@ class GroupedUpdate:
                 [unit.state_values() for unit in units],
                 [unit.numbers() for unit in units],
                 scalars,
+                factor,
             )
             function = self._function(units, arguments)
             with tf.device(device), tf.control_dependencies(last.get(device, [])):
@@ -239,7 +241,7 @@ class GroupedUpdate:
                 self._functions[key] = traced.get_concrete_function(*specs)
         return self._functions[key]
 
-    def _update(self, units, gradients, values, states, numbers, scalars):
+    def _update(self, units, gradients, values, states, numbers, scalars, factor):
         """Update values and states of units while a function is traced.
 
         Args:
@@ -249,6 +251,7 @@ class GroupedUpdate:
             states: List with the list of state variables of each unit.
             numbers: List with the numbers of each unit's random bits; see `_Unit.numbers`.
             scalars: List of tensors. Values of `self._scalars`, and the keys of random bits.
+            factor: Scalar that multiplies the gradients, or `None`.
 
         Returns:
             A tuple: the new values of the `ParameterProxy`s, and a scalar that is computed last.
@@ -260,7 +263,7 @@ class GroupedUpdate:
             for tensor in unit_numbers:
                 halves = unit.bits.halves(tensor, scalars[-1], len(unit.rounded))
                 bits.update(zip(map(id, unit.rounded), halves))
-        rows = list(zip(units, gradients, states))
+        rows = list(zip(units, scaled(gradients, factor), states))
         for group in dict.fromkeys(unit.group for unit in units):
             group_rows = [row for row in rows if row[0].group == group]
             self._update_group(group, group_rows, scalars, bits)
@@ -301,6 +304,13 @@ class GroupedUpdate:
             # Keras assigns averages to the scope instead of the variable.
             elif value is not variable:
                 variable.assign(value)
+
+
+def scaled(gradients, factor):
+    """Return gradients multiplied by a scalar. `None` means 1."""
+    if factor is None:
+        return gradients
+    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
 
 
 def _group_settings(optimizer, group):

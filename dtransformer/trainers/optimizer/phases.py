@@ -250,25 +250,21 @@ def measure_norm(shards, stages, layers, data):
 
 
 def clip(optimizer, shards, data):
-    """Clip gradients by the optimizer's `clipvalue`, `clipnorm` or `global_clipnorm`.
+    """Clip gradients by the optimizer's `clipvalue` or `clipnorm`.
 
-    `clipnorm` uses the norm of a weight's full gradient.
+    `clipnorm` uses the norm of a weight's full gradient. For `global_clipnorm`, see `update_weights`.
     """
     if optimizer.clipvalue:
         limit = optimizer.clipvalue
         data.gradients = [tf.clip_by_value(x, -limit, limit) for x in data.gradients]
-        return
-    limit = optimizer.clipnorm or optimizer.global_clipnorm
-    if not limit or not shards:
-        return
-    if optimizer.clipnorm:
+    elif optimizer.clipnorm and shards:
+        limit = optimizer.clipnorm
         weights = [shard.weight_index for shard in shards]
         squares = tf.math.unsorted_segment_sum(data.square_norms, weights, max(weights) + 1)
         norms = tf.gather(tf.sqrt(squares), weights)
         factors = tf.unstack(limit / tf.maximum(norms, limit))
-    else:
-        factors = [limit / tf.maximum(data.norm, limit)] * len(shards)
-    data.gradients = [x * tf.cast(factor, x.dtype) for x, factor in zip(data.gradients, factors)]
+        pairs = zip(data.gradients, factors)
+        data.gradients = [x * tf.cast(factor, x.dtype) for x, factor in pairs]
 
 
 def select_units(units, data):
@@ -283,10 +279,20 @@ _CLIPPING = dict.fromkeys(("clipvalue", "clipnorm", "global_clipnorm"))
 
 
 def update_weights(optimizer, update, data):
-    """Update the local units; see `keras_update`."""
-    settings = _SCALING if optimizer.gradient_accumulation_steps else _SCALING | _CLIPPING
+    """Update the local units; see `keras_update`.
+
+    `global_clipnorm` is a factor on the gradients in the functions of the update, so that XLA does not
+    store scaled gradients.
+    """
+    settings = _SCALING
+    factor = None
+    if not optimizer.gradient_accumulation_steps:
+        settings = _SCALING | _CLIPPING
+        limit = optimizer.global_clipnorm
+        if limit and not optimizer.clipvalue and not optimizer.clipnorm:
+            factor = limit / tf.maximum(data.norm, limit)
     with _compat.patched(optimizer, **settings):
-        data.values = update(data.gradients, data.values)
+        data.values = update(data.gradients, data.values, factor)
 
 
 def store_values(store, data):

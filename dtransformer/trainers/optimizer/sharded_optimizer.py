@@ -151,7 +151,7 @@ class ShardedOptimizer:
         return self._reduction.gradient_bytes
 
     def reduce_and_clip(self, gradients, factor=None):
-        """Reduce, unscale and clip the gradients of a step.
+        """Reduce, unscale and clip the gradients of a step. `apply` clips by `global_clipnorm`.
 
         Args:
             gradients: List of tensors, as an engine returns them.
@@ -173,7 +173,7 @@ class ShardedOptimizer:
 
         The arguments are the first results of `reduce_and_clip`.
         """
-        data = phases.StepData(gradients, values)
+        data = phases.StepData(gradients, values, norm=norm)
         # Weight decay reads no gradient. Without this dependency it would also run in a step that
         # fails because the data has ended.
         with tf.control_dependencies([norm]):
