@@ -1,16 +1,16 @@
-"""Count the operations of a training step by the weights and blocks of a network; print JSON.
+"""Count the operations of a training step by the blocks of a network; print JSON.
 
-    python benchmarks/step_counts.py [--jit false,auto,true] [--operations]
+    python benchmarks/step_counts.py [--jit false,auto,true] [--clip 1.0] [--operations]
 
 A GPU waits for the host if a step has many small operations. This script counts them on a CPU, on the
 GPU code path, for a language model with blocks of the 355M size and few tokens. It compares a network
-of four blocks with one of eight. The counts of a block include its gradients, gradient norms and update.
-`executed` excludes constants, arguments and reshapes. `kernels` also excludes operations that only
-pass a buffer on, and the content of XLA's programs, see benchmarks/gpu_compiled.py.
+of four blocks with one of eight. The counts of a block include its gradients, gradient norms and
+update. `executed` excludes constants, arguments and reshapes. `kernels` also excludes operations that
+only pass a buffer on, and the content of XLA's programs, see benchmarks/gpu_compiled.py.
+`graph_nodes` are all nodes of the step's optimized graph, without the functions that it calls.
 """
 
 import argparse
-import collections
 import json
 import os
 import subprocess
@@ -25,7 +25,7 @@ _SIZES = {"hidden_size": 1024, "num_heads": 16, "max_length": 16, "implementatio
 _BLOCKS = 4, 8
 
 
-def count(mode, blocks, optimizer_options):
+def count(mode, clip, blocks):
     """Return the executed operations of a step, and the nodes of its largest graph."""
     import keras
     import numpy as np
@@ -35,10 +35,10 @@ def count(mode, blocks, optimizer_options):
     from dtransformer.models import CausalLM
     from harness.executed_operations import count_operations
 
-    keras.config.set_dtype_policy("mixed_bfloat16")
     network = CausalLM(1000, num_layers=blocks, dropout_rate=0.0, pad_id=None, **_SIZES)
     trainer = dtransformer.Trainer(network)
-    trainer.compile(keras.optimizers.AdamW(1e-3, **optimizer_options), jit_compile=_MODES[mode])
+    optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=clip or None)
+    trainer.compile(optimizer, jit_compile=_MODES[mode])
     ids = np.random.default_rng(0).integers(1, 1000, (2, 17))
 
     def step():
@@ -48,37 +48,28 @@ def count(mode, blocks, optimizer_options):
         step()
     step()
     counts = count_operations(step)
+    # With clusters, the trainer collects the graphs itself.
     counts["nodes"] = max((len(graph.node) for graph in graphs), default=0)
     return counts
 
 
 def work(mode, clip):
+    """Print the counts of a block and of the rest of a step."""
+    import functools
+
+    import keras
+
     import dtransformer
+    from harness.executed_operations import counts_by_block
 
+    keras.config.set_dtype_policy("mixed_bfloat16")
     dtransformer.init()
-    options = {"global_clipnorm": clip} if clip else {}
-    small, large = (count(mode, blocks, options) for blocks in _BLOCKS)
-    added_blocks = _BLOCKS[1] - _BLOCKS[0]
-    per_block = {op: (large[op] - small[op]) / added_blocks for op in large}
-    fixed = {op: small[op] - _BLOCKS[0] * per_block[op] for op in large}
-    print(json.dumps([per_block, fixed]))
-
-
-def summary(counts):
-    """Return the sums of a dict of operation counts."""
-    from harness.executed_operations import WITHOUT_KERNEL, XLA_PROGRAM
-
-    counts = collections.Counter(counts)
-    nodes = counts.pop("nodes")
-    executed = sum(counts.values())
-    programs = counts[XLA_PROGRAM]
-    kernels = executed - programs - sum(counts[op] for op in WITHOUT_KERNEL)
-    # With clusters, the trainer collects the graphs itself.
-    sums = {"graph_nodes": nodes} if nodes else {}
-    return sums | {"executed": executed, "programs": programs, "kernels": kernels}
+    print(json.dumps(counts_by_block(functools.partial(count, mode, clip), _BLOCKS)))
 
 
 def main():
+    from harness.executed_operations import sums
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jit", default=",".join(_MODES), help="modes, separated by commas")
     parser.add_argument("--clip", type=float, default=0.0, help="global_clipnorm of the optimizer")
@@ -92,11 +83,13 @@ def main():
         environment = {**os.environ, BRANCH: "1", "TF_XLA_FLAGS": " ".join(FLAGS_OF_XLA)}
         command = [sys.executable, __file__, "--worker", mode, "--clip", str(args.clip)]
         completed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-        per_block, fixed = json.loads(completed.stdout.decode().splitlines()[-1])
+        parts = json.loads(completed.stdout.decode().splitlines()[-1])
         result = {"jit_compile": _MODES[mode], "clip": args.clip or None}
-        result |= {"per_block": summary(per_block), "fixed": summary(fixed)}
-        if args.operations:
-            result["operations"] = {op: n for op, n in per_block.items() if n}
+        for name, counts in zip(("per_block", "fixed"), parts):
+            nodes = counts.pop("nodes")
+            result[name] = sums(counts) | ({"graph_nodes": nodes} if nodes else {})
+            if args.operations:
+                result[f"{name}_operations"] = {op: n for op, n in counts.items() if n}
         print(json.dumps(result), flush=True)
 
 
