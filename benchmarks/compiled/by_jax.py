@@ -2,15 +2,17 @@
 
     python -m benchmarks.compiled.by_jax hlo FILE
     python -m benchmarks.compiled.by_jax network NAME xla|cudnn OUT
+    python -m benchmarks.compiled.by_jax calls tests/layers/jax_cudnn_calls.json
 
-The first command compiles a module that TensorFlow exported. Both write the optimized module as text
-(FILE.txt or OUT) and print its memory in bytes as JSON. benchmarks/gpu_compiled.py runs this file in a
-separate environment.
+The first command compiles a module that TensorFlow exported. The first two write the optimized module as
+text (FILE.txt or OUT) and print its memory in bytes as JSON. benchmarks/gpu_compiled.py runs this file in
+a separate environment. The third command updates JAX's calls of cuDNN attention in a JSON file of cases.
 """
 
 import json
 import math
 import pathlib
+import runpy
 import sys
 
 import jax
@@ -200,11 +202,36 @@ class Network:
         return (jax.nn.logsumexp(logits, -1) - source_bias).mean()
 
 
-def compile_network(name, implementation, path):
-    # Replace JAX's queries to the installed GPU.
+def replace_gpu_queries():
+    """Replace JAX's queries to the installed GPU."""
     fused.check_cudnn_version = lambda: 91000
     fused.check_compute_capability = lambda *_: True
     fused.is_cuda_compute_capability_equal = lambda *_: False
+
+
+def update_calls(path):
+    replace_gpu_queries()
+    # The package `harness` imports TensorFlow.
+    custom_calls = runpy.run_path("harness/stablehlo.py")["custom_calls"]
+    path = pathlib.Path(path)
+    cases = json.loads(path.read_text())
+    for case in cases.values():
+        mask = fused.MaskType.CAUSAL if case["causal"] else fused.MaskType.NO_MASK
+        options = {"mask_type": mask, "sliding_window_length": case["window"]}
+        shapes = [case["queries"], case["keys"], case["keys"], case["bias"]]
+        inputs = [jax.ShapeDtypeStruct(shape, case["dtype"]) for shape in shapes if shape]
+
+        def loss(q, k, v, bias=None, options=options):
+            return fused.dot_product_attention(q, k, v, bias, **options).sum()
+
+        gradient = jax.jit(jax.grad(loss, argnums=tuple(range(len(inputs)))))
+        lowered = gradient.trace(*inputs).lower(lowering_platforms=("cuda",))
+        case["calls"] = custom_calls(lowered.as_text())
+    path.write_text(json.dumps(cases, indent=1) + "\n")
+
+
+def compile_network(name, implementation, path):
+    replace_gpu_queries()
     network = Network(implementation=implementation, **NETWORKS[name])
     single_device = jax.sharding.SingleDeviceSharding(device())
 
@@ -219,4 +246,5 @@ def compile_network(name, implementation, path):
 
 
 if __name__ == "__main__":
-    {"hlo": compile_hlo, "network": compile_network}[sys.argv[1]](*sys.argv[2:])
+    commands = {"hlo": compile_hlo, "network": compile_network, "calls": update_calls}
+    commands[sys.argv[1]](*sys.argv[2:])

@@ -230,10 +230,17 @@ def call_stablehlo(module: str, operands: list, results: list, target: str) -> l
     Args:
         module: Text of the module. The first argument of its main function is the platform index.
         operands: List of tensors, the other arguments.
-        results: List of the results' `(shape, dtype)` tuples.
+        results: List of the results' `(shape, dtype)` tuples. Dimensions may be `None` on a mesh,
+            where TensorFlow must not infer the results' global shapes from the module.
         target: Name of the custom call in the module.
     """
     shapes, types = zip(*results)
+    if any(None in shape for shape in shapes):
+        # Shapes of modules with an argument of unknown size are inferred from the operands, and
+        # global shapes do not fit.
+        module = module.replace("{", "attributes {jax.uses_shape_polymorphism = true} {", 1)
+        module = module.replace("tensor<i32>,", "tensor<i32>, %unused: tensor<?xi32>,", 1)
+        operands = [tf.zeros([1], "int32"), *operands]
     return xla.call_module(
         operands,
         version=9,

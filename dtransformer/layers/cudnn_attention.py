@@ -6,16 +6,17 @@ Reference: [Dao et al., 2022](https://arxiv.org/abs/2205.14135) (FlashAttention)
 compiled can use them. Without a GPU, TensorFlow computes the same calls from the same operands.
 
 The kernels handle causal attention and windows if queries and keys have the same positions. Other
-masks become a 16-bit bias `[b, 1, s, t]`, which the forward and the backward pass each build again.
+masks become a 16-bit bias `[b, 1, s, t]`, and position biases `[b or 1, n, s, t]`, which the forward
+and the backward pass each build again. On a mesh each device calls cuDNN for its rows and heads.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed, is_near
 from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.cudnn_call import CudnnCall, unsupported_reason
@@ -28,13 +29,20 @@ from dtransformer.layers.online_softmax import (
     per_head,
     sink_gradients,
 )
+from dtransformer.layers.position_bias import PositionBias
+from dtransformer.parallel.mesh.axis_rules import constrain, constrain_both
+from dtransformer.parallel.mesh.local_calls import call_on_shards, local_shape
 from dtransformer.parallel.ops import gpu_calls
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
-_MAX_MASK_BYTES = 2**30  # bytes
+_MAX_BIAS_BYTES = 2**30  # bytes
 _OPEN_SHAPES = (
     "shapes are unknown (use batches of a fixed size, for example with `drop_remainder=True`)"
 )
+# Logical axes of operands and results.
+_HEADS = "batch", None, "heads", None
+_SUMS = "batch", "heads", None
+_BIAS = "batch", "heads", None, None
 
 
 def cudnn_obstacle(
@@ -53,7 +61,6 @@ def cudnn_obstacle(
     """
     reasons = {
         _OPEN_SHAPES: None in (*queries, *keys),
-        "scores have a position bias": options.bias not in (None, False),
         "scores have a soft cap": options.soft_cap is not None,
         "cuDNN cannot reproduce the dropout masks": options.dropout is not None,
         "the softmax is in float64": gpu_calls.takes_gpu_branch()
@@ -64,9 +71,11 @@ def cudnn_obstacle(
     )
     if reason is not None:
         return reason
-    call = _call(queries, keys, dtype, options)
-    if call.bias is not None and 2 * math.prod(call.bias) > _MAX_MASK_BYTES:
-        return f"the mask would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
+    call = _local(_call(queries, keys, dtype, options))
+    if queries[1] // call.queries[2] != keys[1] // call.keys[2]:
+        return f"the mesh cannot divide {keys[1]} key and value heads"
+    if call.bias is not None and 2 * math.prod(call.bias) > _MAX_BIAS_BYTES:
+        return f"the mask or bias would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
     return unsupported_reason(call) if gpu_calls.takes_gpu_branch() else None
 
 
@@ -93,44 +102,59 @@ def cudnn_attention(
         A tensor of shape `[b, n, s, d]`.
     """
     mask = options.mask
-    sinks = options.sinks
     if mask is not None:
         mask = tf.nest.map_structure(_widen_index, mask)
     call = _call(q.shape, k.shape, q.dtype.name, options)
-    bias_of = functools.partial(_bias_of, call, options)
+    sinks = [] if options.sinks is None else [tf.cast(per_head(options.sinks), _sums_type(q))]
+    tables = options.bias.tensors if options.bias else []
+    position_bias = functools.partial(_position_bias, call, options)
+    mask_and_bias = functools.partial(_mask_and_bias, call, options)
 
     # Operands have the layout [b, s, n, d] in memory, so XLA fuses them with their surroundings.
-    @_compiled
-    def forward(q, k, v, mask):
-        bias, any_visible = bias_of(mask)
+    @gpu_calls.compiled
+    def forward(q, k, v, mask, tables):
+        bias, any_visible = mask_and_bias(mask, position_bias(tables))
         context, log_sums = _forward(call, q, k, v, *bias)
         return _zero_hidden(any_visible, context), log_sums
 
-    @_compiled
-    def backward(q, k, v, log_sums, context, dy, mask):
-        bias, any_visible = bias_of(mask)
-        return _backward(call, q, k, v, log_sums, _zero_hidden(any_visible, dy), *bias, context)
+    @gpu_calls.compiled
+    def backward(q, k, v, log_sums, context, dy, mask, tables):
+        with tf.GradientTape() as tape:
+            tape.watch(tables)
+            values = position_bias(tables)
+        bias, any_visible = mask_and_bias(mask, values)
+        dy = _zero_hidden(any_visible, dy)
+        gradients = _backward(call, q, k, v, log_sums, dy, *bias, context)
+        if not tables:
+            return gradients
+        *gradients, dbias = gradients
+        dvalues = tf.reduce_sum(tf.cast(dbias, values.dtype), axis=0)
+        return [*gradients, *tape.gradient(values, tables, dvalues)]
 
     @custom_gradient
-    def attend(q, k, v, *sinks):
+    def attend(q, k, v, *rest):
         # A tape must not ask for gradients of the compiled functions; they have none.
-        q, k, v = (tf.stop_gradient(x) for x in (q, k, v))
-        context, log_sums = forward(q, k, v, mask)
+        q, k, v, *rest = (tf.stop_gradient(x) for x in (q, k, v, *rest))
+        sinks, tables = rest[:num_sinks], rest[num_sinks:]
+        context, log_sums = forward(q, k, v, mask, tables)
         if sinks:
             context, log_sums = _add_sinks(*sinks, context, log_sums)
 
         def gradient(dy):
-            gradients = backward(q, k, v, log_sums, context, dy, mask)
-            if not sinks:
-                return gradients
-            products = tf.cast(_swap_heads(dy * context), log_sums.dtype)
-            means = tf.reduce_sum(products, axis=-1, keepdims=True)
-            return *gradients, *sink_gradients(sinks, log_sums[..., None], means)
+            dy = constrain(dy, _HEADS)
+            dq, dk, dv, *dtables = backward(q, k, v, log_sums, context, dy, mask, tables)
+            dsinks = []
+            if sinks:
+                products = tf.cast(_swap_heads(dy * context), log_sums.dtype)
+                means = tf.reduce_sum(products, axis=-1, keepdims=True)
+                dsinks = sink_gradients(sinks, log_sums[..., None], means)
+            return dq, dk, dv, *dsinks, *dtables
 
         return context, gradient
 
-    sinks = [] if sinks is None else [tf.cast(per_head(sinks), _sums_type(q))]
-    return _swap_heads(attend(*map(_swap_heads, (q, k, v)), *sinks))
+    num_sinks = len(sinks)
+    q, k, v = (constrain_both(_swap_heads(x), _HEADS) for x in (q, k, v))
+    return _swap_heads(attend(q, k, v, *sinks, *tables))
 
 
 def _widen_index(x):
@@ -147,12 +171,6 @@ def _add_sinks(sinks, context, log_sums):
     return context * tf.transpose(factor, [0, 2, 1])[..., None], with_sinks
 
 
-def _compiled(function: Callable) -> Callable:
-    return tf.function(
-        function, autograph=False, jit_compile=True if gpu_calls.is_on_gpu() else None
-    )
-
-
 def _call(queries, keys, dtype, options):
     """Return the `CudnnCall` for queries `[b, n, s, d]` and keys `[b, m, t, d]`."""
     (b, n, s, d) = queries
@@ -160,31 +178,60 @@ def _call(queries, keys, dtype, options):
     mask = options.mask
     (causal, window) = options.reach
     causal &= s == t
-    if mask is not None or not causal:
+    has_bias = options.bias is not None and options.bias is not False
+    if mask is not None or has_bias or not causal:
         window = None
     bias = None
-    if mask is not None or (causal, window) != (options.causal, options.window):
-        has_heads = mask is not None and not isinstance(mask, Segments) and mask.shape.rank == 4
-        bias = (1 if mask is None else b, mask.shape[1] if has_heads else 1, s, t)
-    return CudnnCall((b, s, n, d), (b, t, m, d), dtype, causal, window, bias)
+    if mask is not None or has_bias or (causal, window) != (options.causal, options.window):
+        mask_rank = 0 if mask is None or isinstance(mask, Segments) else mask.shape.rank
+        heads = n if has_bias else mask.shape[1] if mask_rank == 4 else 1
+        rows = 1 if mask is None else b
+        if mask is None and gpu_calls.is_on_gpu():
+            # Each device of a mesh sums the bias gradient over its rows.
+            rows = b // local_shape((b,), ("batch",))[0]
+        bias = (rows, heads, s, t)
+    is_trained = isinstance(options.bias, PositionBias) and bool(options.bias.tensors)
+    return CudnnCall((b, s, n, d), (b, t, m, d), dtype, causal, window, bias, is_trained)
 
 
-def _bias_of(call, options, mask):
-    """Return a mask as a bias.
+def _local(call):
+    """Return the call of one device of a mesh, which has a shard of the batch and the heads."""
+    bias = None if call.bias is None else local_shape(call.bias, _BIAS)
+    queries, keys = (local_shape(shape, _HEADS) for shape in (call.queries, call.keys))
+    return dataclasses.replace(call, queries=queries, keys=keys, bias=bias)
+
+
+def _position_bias(call, options, tables):
+    """Return the position bias `[n, s, t]`, computed from its tables, or `None`."""
+    if not options.bias:
+        return None
+    s, t = call.bias[2:]
+    return options.bias.block(tables, 0, s, 0, t)
+
+
+def _mask_and_bias(call, options, mask, position_bias):
+    """Return a mask and a position bias `[n, s, t]` as a bias of the call.
 
     Returns:
-        A `(biases, any_seen)` tuple: a list of one tensor or an empty list, and a bool tensor
+        A `(biases, any_visible)` tuple: a list of one tensor or an empty list, and a bool tensor
         `[b, s, n or 1, 1]`, True for queries that see a key. `None` if all do.
     """
     if call.bias is None:
         return [], None
     s, t = call.bias[2:]
-    visible = allowed(mask, options.near(tf.range(s), tf.range(t)))
-    hidden = tf.constant(call.masked_score, call.dtype)
-    bias = tf.where(tf.broadcast_to(visible, call.bias), tf.zeros([], call.dtype), hidden)
-    return [bias], None if mask is None else _swap_heads(
-        tf.reduce_any(visible, axis=-1, keepdims=True)
-    )
+    bias = tf.zeros([1, 1, 1, 1], call.dtype)
+    if position_bias is not None:
+        bias = tf.cast(position_bias[None], call.dtype)
+    visible = None
+    near = options.near(tf.range(s), tf.range(t))
+    if mask is not None or (call.causal, call.window) != (options.causal, options.window):
+        visible = allowed(mask, near)
+    if visible is not None:
+        bias = tf.where(visible, bias, tf.constant(call.masked_score, call.dtype))
+    any_visible = None
+    if mask is not None:
+        any_visible = _swap_heads(tf.reduce_any(visible, axis=-1, keepdims=True))
+    return [constrain(tf.broadcast_to(bias, call.bias), _BIAS)], any_visible
 
 
 def _zero_hidden(any_visible, x):
@@ -200,8 +247,9 @@ def _swap_heads(x):
 def _forward(call, q, k, v, *bias):
     """Return the context `[b, s, n, d]` and the log-sum-exp of the scores `[b, n, s]`."""
     if gpu_calls.is_on_gpu():
-        results = [(call.queries, q.dtype), (call.log_sums, tf.float32)]
-        return _compat.call_stablehlo(call.forward(), [q, k, v, *bias], results, call.name())
+        operands = [*((x, _HEADS) for x in (q, k, v)), *((x, _BIAS) for x in bias)]
+        results = [(call.queries, q.dtype, _HEADS), (call.log_sums, tf.float32, _SUMS)]
+        return call_on_shards(_local(call).forward(), operands, results, call.name())
     softmax = OnlineSoftmax()
     v = _swap_heads(v)
     scores = _scores(call, _swap_heads(q), _swap_heads(k), *bias)
@@ -211,25 +259,34 @@ def _forward(call, q, k, v, *bias):
 
 
 def _backward(call, q, k, v, log_sums, dy, *extra):
-    """Return the gradients of q, k and v. `others` are the bias, if any, and the context."""
+    """Return the gradients of q, k, v and, if requested, of the bias.
+
+    Args:
+        extra: The bias, if any, and the context.
+    """
     *bias, context = extra
     if gpu_calls.is_on_gpu():
-        operands = [q, k, v, log_sums, dy, *bias, context]
-        results = [(call.queries, q.dtype), (call.keys, q.dtype), (call.keys, q.dtype)]
-        return _compat.call_stablehlo(call.backward(), operands, results, call.name(True))
+        operands = [*((x, _HEADS) for x in (q, k, v)), (log_sums, _SUMS), (dy, _HEADS)]
+        operands += [*((x, _BIAS) for x in bias), (context, _HEADS)]
+        shapes = call.queries, call.keys, call.keys
+        results = [(shape, q.dtype, _HEADS) for shape in shapes]
+        if call.bias_gradient:
+            results.append((call.bias, q.dtype, _BIAS))
+        return call_on_shards(_local(call).backward(), operands, results, call.name(True))
     q, k, v, dy, context = (_swap_heads(x) for x in (q, k, v, dy, context))
     wide_dy, wide_context = (tf.cast(x, log_sums.dtype) for x in (dy, context))
     means = tf.reduce_sum(wide_dy * wide_context, axis=-1, keepdims=True)
-    (dq, dk), dv = block_gradients(
-        lambda q, k: _scores(call, q, k, *bias),
+    bias_inputs = bias if call.bias_gradient else []
+    (dq, dk, *dbias), dv = block_gradients(
+        lambda q, k, *_: _scores(call, q, k, *bias),
         lambda p, v: block_context(p, v, None, None, log_sums.dtype),
-        [q, k],
+        [q, k, *bias_inputs],
         v,
         dy,
         log_sums[..., None],
         means,
     )
-    return [_swap_heads(x) for x in (dq, dk, dv)]
+    return [*(_swap_heads(x) for x in (dq, dk, dv)), *dbias]
 
 
 def _sums_type(q):

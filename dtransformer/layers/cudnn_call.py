@@ -39,7 +39,9 @@ class CudnnCall:
         causal: Boolean, whether to hide later positions. Requires s = t. Defaults to `False`.
         window: Integer. Number of visible positions: the query's and those before it. `None` shows
             all (default).
-        bias: Tuple `(b, n or 1, s, t)`, the shape of the bias, or `None` (default).
+        bias: Tuple `(b or 1, n or 1, s, t)`, the shape of the bias, or `None` (default).
+        bias_gradient: Boolean, whether the backward pass returns the bias gradient. Defaults to
+            `False`.
     """
 
     queries: tuple[int, ...]
@@ -48,6 +50,7 @@ class CudnnCall:
     causal: bool = False
     window: int | None = None
     bias: tuple[int, ...] | None = None
+    bias_gradient: bool = False
 
     @property
     def log_sums(self) -> tuple[int, ...]:
@@ -63,14 +66,17 @@ class CudnnCall:
     def forward(self) -> str:
         """Return the StableHLO module of `(q, k, v[, bias]) -> (context, log_sums)`."""
         operands = [*self._inputs(), *self._biases()]
-        return self._module("", _FORWARD, operands, [self.queries], [(*self.log_sums,)])
+        sums = _tensor(self.log_sums, "f32")
+        return self._module("", _FORWARD, operands, [self.queries], [sums])
 
     def backward(self) -> str:
-        """Return the module of `(q, k, v, log_sums, dy[, bias], context) -> (dq, dk, dv)`."""
+        """Return the module of `(q, k, v, log_sums, dy[, bias], context) -> (dq, dk, dv[, dbias])`."""
         query_type = self._type(self.queries)
         sums = _tensor(self.log_sums, "f32")
         operands = [*self._inputs(), sums, query_type, *self._biases(), query_type]
-        return self._module("Backward", _BACKWARD, operands, [self.queries, *[self.keys] * 2], [])
+        biases = self._biases() if self.bias_gradient else []
+        results = [self.queries, self.keys, self.keys]
+        return self._module("Backward", _BACKWARD, operands, results, biases)
 
     def name(self, backward: bool = False) -> str:
         """Return XLA's name of the call."""
@@ -110,29 +116,27 @@ class CudnnCall:
             }
         return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
 
-    def _module(self, suffix, products, operands, results, sums):
-        """Return a module that returns tensors `[b, length, heads, d]`, then float32 sums.
+    def _module(self, suffix, products, operands, results, plain_types):
+        """Return a module that returns tensors `[b, length, heads, d]`, then other results.
 
         Args:
             suffix: `"Backward"` for the backward call, otherwise empty.
             products: Argument of `config`.
             operands: List of the operands' StableHLO types.
             results: List of shapes `(b, length, heads, d)`.
-            sums: List of shapes of the float32 results.
+            plain_types: List of the types of the other results.
         """
         # cuDNN declares results as [b, heads, length, d], stored in the order [b, length, heads,
         # d].
         swapped = [self._type((b, heads, length, d)) for b, length, heads, d in results]
-        sum_types = [_tensor(shape, "f32") for shape in sums]
-        types = [*swapped, *sum_types, "tensor<0xui8>"]  # The last result is cuDNN's workspace.
-        layouts = (
-            [_layout("3120")] * len(swapped) + [_layout("210")] * len(sum_types) + [_layout("0")]
-        )
-        result_types = [self._type(shape) for shape in results] + sum_types
+        rest = [*plain_types, "tensor<0xui8>"]  # The last result is cuDNN's workspace.
+        types = [*swapped, *rest]
+        layouts = [_layout("3120")] * len(swapped) + [_default_layout(kind) for kind in rest]
+        result_types = [self._type(shape) for shape in results] + plain_types
         names = ", ".join(f"%x{i}" for i in range(len(operands)))
         arguments = ", ".join(f"%x{i}: {kind}" for i, kind in enumerate(operands))
         config = json.dumps(self.config(products)).replace('"', "\\22")
-        operand_layouts = ", ".join(_layout("3210"[-kind.count("x") :]) for kind in operands)
+        operand_layouts = ", ".join(map(_default_layout, operands))
         call = (
             f"%r:{len(types)} = stablehlo.custom_call @{self.name(bool(suffix))}({names}) {{"
             f'api_version = 2 : i32, backend_config = "{config}", operand_layouts = '
@@ -145,7 +149,7 @@ class CudnnCall:
                 f"%y{i} = stablehlo.transpose %r#{i}, dims = [0, 2, 1, 3] : ({before}) -> {after}"
             )
         returned = [f"%y{i}" for i in range(len(swapped))]
-        returned += [f"%r#{len(swapped) + i}" for i in range(len(sum_types))]
+        returned += [f"%r#{len(swapped) + i}" for i in range(len(plain_types))]
         lines.append(f"return {', '.join(returned)} : {', '.join(result_types)}")
         # The first argument is the index of the platform that the module is compiled for.
         return (
@@ -173,12 +177,17 @@ def unsupported_reason(call: CudnnCall) -> str | None:
     if d % 8 or d > _MAX_HEAD_DIM:
         return f"heads have {d} features, not a multiple of 8 up to {_MAX_HEAD_DIM}"
     if call.bias is not None and (s % 2 or t % 2):
-        return f"lengths must be even with a mask, got {s} queries and {t} keys"
+        return f"lengths must be even with a mask or bias, got {s} queries and {t} keys"
     return None
 
 
 def _tensor(shape, element):
     return f"tensor<{'x'.join(map(str, shape))}x{element}>"
+
+
+def _default_layout(kind):
+    """Return the layout of a type whose last dimension varies fastest."""
+    return _layout("3210"[-kind.count("x") :])
 
 
 def _layout(order):

@@ -4,6 +4,8 @@ Without a GPU, TensorFlow computes the calls, so values and gradients are compar
 programs for GPUs are compared as text. `benchmarks/gpu.py` compares results on a GPU.
 """
 
+import copy
+import dataclasses
 import json
 import pathlib
 import warnings
@@ -27,7 +29,7 @@ from tests.layers.reference_compare import dtype_policy
 from tests.layers.test_blockwise_attention import CASES, results, train_losses
 
 JAX_CALLS = json.loads(pathlib.Path(__file__).with_name("jax_cudnn_calls.json").read_text())
-REFUSED = {"soft cap", "relative", "relative causal", "alibi"}
+REFUSED = {"soft cap"}
 X = tf.zeros([2, 4, 16, 8], "bfloat16")
 
 
@@ -55,16 +57,16 @@ def test_cudnn_matches_reference(case, compiled):
 
 
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 5e-2), ("float16", 4e-3)])
-@pytest.mark.parametrize("case", ["causal window", "segments", "prefix"])
+@pytest.mark.parametrize("case", ["causal window", "segments", "prefix", "relative causal"])
 def test_cudnn_matches_reference_in_other_types(case, dtype, atol):
     actual, expected = results("cudnn", case, dtype), results("reference", case)
     for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol * max(np.abs(y).max(), 1))
 
 
-@pytest.mark.parametrize("case, rate", [("soft cap", 0.0), ("relative causal", 0.0), ("all", 0.3)])
+@pytest.mark.parametrize("case, rate", [("soft cap", 0.0), ("all", 0.3)])
 def test_unsupported_options_use_blocks_and_warn_once(case, rate):
-    reason = {"soft cap": "soft cap", "all": "dropout masks"}.get(case, "position bias")
+    reason = {"soft cap": "soft cap", "all": "dropout masks"}[case]
     with pytest.warns(UserWarning, match=f"without cuDNN: .*{reason}"):
         actual = results("cudnn", case, rate=rate)
     with warnings.catch_warnings():
@@ -87,7 +89,9 @@ def test_unsupported_options_use_blocks_and_warn_once(case, rate):
         ({"shape": [2, 4, 15, 8], "mask": X[:, 0, :15, 0]}, "reference"),
         ({"shape": [2, 4, 15, 8]}, "cudnn"),
         ({"shape": [64, 4, 4096, 8], "mask": tf.TensorSpec([64, 4096])}, "blockwise"),
-        ({"bias": True}, "reference"),
+        ({"bias": True}, "cudnn"),
+        ({"bias": True, "shape": [2, 4, 15, 8]}, "reference"),
+        ({"bias": True, "shape": [2, 16, 8192, 8]}, "blockwise"),
         ({"soft_cap": 3.0}, "reference"),
         ({"dropout": Dropout(0.1).masks}, "reference"),
     ],
@@ -114,13 +118,15 @@ def test_auto_does_not_use_cudnn_on_old_gpus_and_cpus(on_gpu, monkeypatch):
 def test_calls_equal_those_of_jax(name):
     case = JAX_CALLS[name]
     shapes = {key: tuple(case[key]) for key in ("queries", "keys", "bias") if case[key]}
-    call = CudnnCall(**shapes, dtype=case["dtype"], causal=case["causal"], window=case["window"])
-    calls = custom_calls(call.forward()) + custom_calls(call.backward())
-    expected = case["calls"]
-    if call.bias:  # JAX also computes the bias gradient, which is unused.
+    options = {key: case[key] for key in ("dtype", "causal", "window")}
+    call = CudnnCall(**shapes, **options, bias_gradient=bool(case["bias"]))
+    assert custom_calls(call.forward()) + custom_calls(call.backward()) == case["calls"]
+    if call.bias:  # JAX always computes the bias gradient.
+        call = dataclasses.replace(call, bias_gradient=False)
+        expected = copy.deepcopy(case["calls"][1])
         for key in ("results", "result_layouts"):
-            expected[1][key].pop(3)
-    assert calls == expected
+            expected[key].pop(3)
+        assert custom_calls(call.backward()) == [expected]
 
 
 def compile_to_hlo(mask):

@@ -1,6 +1,8 @@
 """Integer type of device computations, and checks for GPU library kernels."""
 
+import contextlib
 import functools
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -22,13 +24,26 @@ def is_on_gpu() -> bool:
 def obstacle_to_calls() -> str | None:
     """Return the reason why library kernels cannot be called, or `None` if they can.
 
-    They cannot be called on a mesh, or on GPUs with a compute capability below 8.0.
+    They cannot be called on GPUs with a compute capability below 8.0.
     """
-    if trace.is_on_mesh():
-        return "tensors are on a mesh"
     if is_on_gpu() and (capability := _capability()) < _MIN_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, below 8.0"
     return None
+
+
+def compiled(function: Callable) -> Callable:
+    """Return a function that XLA compiles on GPUs.
+
+    On a mesh it is `function` itself, since DTensor ignores functions. See `compiled_cluster`.
+    """
+    if trace.is_on_mesh():
+        return function
+    return tf.function(function, autograph=False, jit_compile=True if is_on_gpu() else None)
+
+
+def compiled_cluster() -> contextlib.AbstractContextManager:
+    """Return a context manager whose operations XLA compiles as a cluster, also on a mesh."""
+    return tf.xla.experimental.jit_scope()
 
 
 @functools.cache

@@ -32,6 +32,8 @@ _CLUSTER = ("DTENSOR_JOB_NAME", "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NU
 # The pass that combines all-reduces drops the layouts of their results, so functions could not
 # return these results.
 os.environ.setdefault("DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION", "0")
+# DTensor accepts a call of a StableHLO module only with this variable, see `local_calls`.
+os.environ.setdefault("DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF.XLACALLMODULE", "1")
 # Without NCCL, DTensor copies through the host on GPUs. NCCL rejects two devices on one GPU.
 os.environ.setdefault("DTENSOR_GPU_USE_NCCL_COMMUNICATION", str(int(logical_gpus() == 1)))
 
