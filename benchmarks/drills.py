@@ -143,7 +143,7 @@ def run_fault(run, name, last, disk, args):
         "seconds_to_end": round(seen_at - fault.at, 1),
         "seconds_to_next_step": round(next_at - fault.at, 1),
         "steps_lost": max(steps_before) - (first - 1),
-        "told": run.last_words_since(mark),
+        "message": run.last_words_since(mark),
     }, last
 
 

@@ -14,6 +14,7 @@ from fuzz_damage import ODD_TEXTS, ODD_VALUES, Failure, damaged, edit
 from fuzz_folders import CHAT, TEMPLATE, use_tokenizer
 from fuzz_inputs import SENTENCES
 
+from dtransformer.datasets import load_tokenizer, write_token_shards
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.load import read_architecture
@@ -51,9 +52,14 @@ RECORDS = {
                    for a in WORDS for b in WORDS[:3]],
     "token_classification": [{"tokens": [a, "or", b], "labels": ["n", "w", "n"]}
                              for a in WORDS for b in WORDS[:3]],
-    "embedding": [{"query": f"{a}?", "positive": f"{a}, not {b}"}
-                  for a in WORDS for b in WORDS[:3] if a != b],
+    "embedding": [{"query": f"{a}?", "positive": f"{a}, not {b}", "negatives": [b, "no"][:i]}
+                  for a in WORDS for i, b in enumerate(WORDS[:3]) if a != b],
+    "kto": [{"prompt": turns(a), "completion": turns("", b)[1:], "label": a < b}
+            for a in WORDS for b in WORDS[:3]],
+    "ranking": [{"query": f"{a}?", "positive": a, "negatives": [b, "no"][:i + 1]}
+                for a in WORDS for i, b in enumerate(WORDS[:2]) if a != b],
 }  # fmt: skip
+CHAT_TASKS = ("chat", "preference", "kto")
 SIZES = {"hidden_size": 8, "num_heads": 2, "num_layers": 1}
 PAIR_SIZES = {"hidden_size": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
 TEMPLATE_PARTS = [
@@ -84,11 +90,18 @@ def prepare(folder):
     (folder / "text.txt").write_text("\n\n".join(f"{a} and {b}." for a in WORDS for b in WORDS))
     for task, rows in RECORDS.items():
         (folder / f"{task}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    cases = {"run YAML": functools.partial(run_file, folder)}
+    shards = ["shards_a", "shards_b"]
+    for name, words in zip(shards, (WORDS, WORDS[:2])):
+        texts = [f"{a} and {b}." for a in words for b in WORDS]
+        write_token_shards(texts, load_tokenizer(tokenizer), folder / name, shard_tokens=400)
+    cases = {
+        "run YAML": functools.partial(run_file, folder),
+        "mixture YAML": functools.partial(mixture_file, folder, shards),
+    }
     valid_rows = {task: known_rows(folder, task) for task in RECORDS}
-    for task in ("chat", "preference", "seq2seq"):
+    for task in (*CHAT_TASKS, "seq2seq"):
         cases[f"{task} records"] = functools.partial(records, folder, valid_rows, [task])
-    labelled = [x for x in RECORDS if x not in ("chat", "preference", "seq2seq")]
+    labelled = [x for x in RECORDS if x not in (*CHAT_TASKS, "seq2seq")]
     cases["labelled records"] = functools.partial(records, folder, valid_rows, labelled)
     cases["tables"] = functools.partial(table, folder)
     cases["chat template"] = template
@@ -111,10 +124,25 @@ def make_config(task, folder, path=None):
         "model": PAIR_SIZES if task in ("seq2seq", "span_corruption") else SIZES,
         "training": {"batch_size": 4, "learning_rate": 0.01},
     } | (
-        {"data": {"train": path, "length": 256, "template": "chatml"}}
-        if task in ("chat", "preference")
-        else {}
+        {"data": {"train": path, "length": 256, "template": "chatml"}} if task in CHAT_TASKS else {}
     )
+
+
+def mixture_file(good, shards, rng, folder):
+    """Train on two files of records or on two folders of token shards, with an edited config."""
+    task = rng.choice(["chat", "causal_lm"])
+    names = ["chat.jsonl", "chat.jsonl"] if task == "chat" else shards
+    sections = make_config(task, good) | {"task": task}
+    sections["data"]["train"] = [
+        {"path": str(good / name), "weight": rng.choice([1, 0.5, 3])} for name in names
+    ]
+    if task == "chat":
+        sections["data"]["mixture"] = rng.choice(["once", "repeat"])
+    else:
+        sections.pop("tokenizer")
+    if rng.random() < 0.8:
+        sections = edit(rng, sections)
+    read_run(yaml.safe_dump(sections).encode(), folder)
 
 
 def run_file(good, rng, folder):
@@ -132,6 +160,11 @@ def run_file(good, rng, folder):
     text = yaml.safe_dump(sections).encode()
     if rng.random() < 0.2:
         text = damaged(rng, text)
+    read_run(text, folder)
+
+
+def read_run(text, folder):
+    """Read a run's YAML and its data, and check that saving the config loses nothing."""
     (folder / "run.yaml").write_bytes(text)
     config = load_config(folder / "run.yaml")
     check_read(config)
@@ -156,10 +189,9 @@ def get_row(task, index):
     rows = task.records["train"]
     # Ids of token labels depend on all records.
     parts = slice(1 if task.config.task == "token_classification" else None)
-    return [
-        [x.tolist() for x in rows.sequence(index, side)][parts]
-        for side in range(rows.num_sequences)
-    ]
+    # The second sequence of KTO depends on the record before.
+    sides = 1 if task.config.task == "kto" else rows.num_sequences
+    return [[x.tolist() for x in rows.sequence(index, side)][parts] for side in range(sides)]
 
 
 def records(good, valid_rows, names, rng, folder):

@@ -133,6 +133,14 @@ def direct_variables(layer: keras.layers.Layer) -> list:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def is_seed(variable: keras.Variable) -> bool:
+    """Return whether a variable is the state of a `keras.random.SeedGenerator`.
+
+    Unnecessary if Keras marked these variables.
+    """
+    return variable.name == "seed_generator_state"
+
+
 def direct_trainable_variables(layer: keras.layers.Layer) -> list:
     """Return the layer's variables that were created as trainable, frozen or not.
 

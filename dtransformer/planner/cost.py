@@ -66,9 +66,17 @@ def evaluate(
     model: ModelShape, cluster: Cluster, job: Job, layouts: Layouts
 ) -> tuple[Memory, StepTime]:
     """Return the memory and the step time of every layout, as `(Memory, StepTime)`."""
-    system = job.system()
+    return _evaluate(model, cluster, job, layouts, job.system())
+
+
+def _evaluate(model, cluster, job, layouts, system):
     memory = estimate_memory(model, layouts, system.parameter_bytes, job.item_bytes)
-    return memory, estimate_time(model, cluster, layouts, system, memory, job.is_mixed)
+    time = estimate_time(model, cluster, layouts, system, memory, job.is_mixed)
+    if model.teacher is None:
+        return memory, time
+    frozen = model.teacher.as_teacher()
+    teacher_memory, teacher_time = _evaluate(frozen, cluster, job, layouts, system)
+    return Memory(*map(np.add, memory, teacher_memory)), StepTime(*map(np.add, time, teacher_time))
 
 
 def build_cost(
@@ -118,8 +126,8 @@ def build_cost(
 def _reference_seconds(model, cluster, job, layouts):
     if not (job.is_mixed and cluster.device.constants.attention_share):
         return None
-    memory = estimate_memory(model, layouts, REFERENCE.parameter_bytes)
-    return float(estimate_time(model, cluster, layouts, REFERENCE, memory).total[0])
+    _, time = _evaluate(model, cluster, job, layouts, REFERENCE)
+    return float(time.total[0])
 
 
 def _layout_config(layouts, index, job):

@@ -53,16 +53,19 @@ def _layout_groups(model, cluster, job, fixed):
     devices = cluster.num_devices
     batch = job.global_batch
     config = job.fixed_config()
+    shapes = [model] if model.teacher is None else [model, model.teacher]
+    max_stages = min(shape.num_blocks for shape in shapes)
     groups = []
     for t in divisors(devices):
         crosses = t > cluster.devices_per_node and "model" not in fixed
-        if crosses or not allowed("model", [t]) or _is_indivisible(model, t):
+        is_indivisible = any(_is_indivisible(shape, t) for shape in shapes)
+        if crosses or not allowed("model", [t]) or is_indivisible:
             continue
         for p, c in itertools.product(divisors(devices // t), repeat=2):
             if (
                 devices % (t * p * c)
-                or p > model.num_blocks
-                or _context_obstacle(model, config, t, c)
+                or p > max_stages
+                or any(_context_obstacle(shape, config, t, c) for shape in shapes)
             ):
                 continue
             data = devices // (t * p * c)
@@ -255,7 +258,7 @@ def mismatch(model: ModelShape, cluster: Cluster, job: Job) -> str | None:
             f"Use a multiple of {product(*batch_axes)}."
         )
     else:
-        return None
+        return None if model.teacher is None else mismatch(model.teacher, cluster, job)
     return f"{model.name}: {text}. Change one of them."
 
 

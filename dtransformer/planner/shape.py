@@ -72,6 +72,8 @@ class ModelShape:
         adapter_kind: "lora", or "dora" for adapters with a magnitude per output.
         base_dtype: "nf4" or "int8" if the kernels of the blocks, except for experts, are stored in
             this format under adapters. `None` for the dtype of the other weights.
+        teacher: `ModelShape` of a frozen network that computes logits for the same sequences in every
+            step. `None` without distillation.
 
     Raises:
         InputError: If a length or rank is out of range, or a target or format is unknown.
@@ -88,6 +90,7 @@ class ModelShape:
     adapter_targets: tuple[str, ...] = ("query", "value")
     adapter_kind: str = "lora"
     base_dtype: str | None = None
+    teacher: "ModelShape | None" = None
 
     def __post_init__(self):
         if self.source_length is None:
@@ -403,6 +406,18 @@ class ModelShape:
         return not (kind.is_frozen or self.adapter_rank)
 
     @property
+    def is_frozen(self) -> bool:
+        """True if no weight is trained."""
+        return self.trained_parameters() == 0
+
+    def as_teacher(self) -> "ModelShape":
+        """Return the shape with all weights frozen."""
+        # Adapters freeze all other weights, and without targets there are no adapters.
+        return dataclasses.replace(
+            self, frozen_blocks=self.num_blocks, adapter_rank=1, adapter_targets=()
+        )
+
+    @property
     def trains_tables(self) -> bool:
         """True if the embedding tables are trained."""
         return not (self.adapter_rank or self.frozen_blocks)
@@ -431,14 +446,17 @@ class ModelShape:
         """Return the floating-point operations per sequence of a step, without recomputation.
 
         Each position and weight of a product counts six operations. A weight that is frozen by
-        adapters counts four, a weight of a frozen block two. The attention scores are added.
+        adapters counts four, a weight of a frozen block or of a teacher two. The attention scores are
+        added.
         """
         flops_per_weight = 4.0 if self.adapter_rank else 6.0
+        if self.is_frozen:
+            flops_per_weight = 2.0
         h = self.config.hidden_size
         heads = self.config.num_heads * self.head_dim
         kernels = self.attention_kernels()
         active = self.experts_chosen + self.experts.shared_experts
-        flops = 0.0
+        flops = 0.0 if self.teacher is None else self.teacher.as_teacher().flops_per_sequence()
         for kind in self.kinds:
             weights = (active if kind.has_experts else 1) * self.expert_parameters(kind)
             products = kind.length * (weights + kind.has_experts * self.experts.expert_num * h)

@@ -173,6 +173,8 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
     rows = layouts.micro_batch * model.num_predictions / layouts.context
     entries = model.config.vocab_size / layouts.model
     passes = 2 if model.adapter_rank else 3
+    if model.is_frozen:
+        passes = 1
     products = passes * product_seconds(
         device, rows, model.config.hidden_size, entries, 1.0, is_16_bit
     )

@@ -1,6 +1,7 @@
 """`parallel: auto`: let the planner choose the layout of a run."""
 
 import importlib
+import pathlib
 from collections.abc import Mapping
 
 from dtransformer.architectures import Architecture
@@ -95,7 +96,8 @@ def get_run_shape(config: RunConfig, length: int) -> ModelShape:
     vocab_size = config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
     if not isinstance(config.data, TranslationData):
         networks = importlib.import_module("dtransformer.runs.networks")  # imports TensorFlow
-        base = networks.architecture(config, _task_class(config).kind.__name__, vocab_size)
+        kind = _task_class(config).kind.__name__
+        base = networks.architecture(config, kind, vocab_size)
         adapters = config.model.adapters
         adapter_options = {}
         if adapters is not None:
@@ -109,7 +111,12 @@ def get_run_shape(config: RunConfig, length: int) -> ModelShape:
         positions = _task_class(config).predicted_positions(config)
         name = config.model.preset or config.model.from_ or f"{config.task} model"
         lengths = {"sequence_length": length, "predicted_positions": positions}
-        return from_architecture(name, base, **lengths, **adapter_options)
+        distillation = config.sections().get("distillation")
+        teacher = None
+        if distillation is not None and distillation.teacher is not None:
+            teacher_base = networks.folder_architecture(pathlib.Path(distillation.teacher), kind)
+            teacher = from_architecture(f"teacher {distillation.teacher}", teacher_base, **lengths)
+        return from_architecture(name, base, teacher=teacher, **lengths, **adapter_options)
     arguments = {
         **vars(config.model),
         "source_vocab_size": vocab_size,

@@ -127,13 +127,7 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
     options = config.model
     sizes = get_sizes(config)
     if options.from_ is not None:
-        folder = pathlib.Path(options.from_)
-        if is_run(folder):
-            other_config = check_run(folder)
-            return architecture(
-                other_config, kind, other_config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
-            )
-        base = read_architecture(folder)
+        base = folder_architecture(pathlib.Path(options.from_), kind)
     elif options.preset is not None:
         _, base = get_architecture(options.preset)
     else:
@@ -144,6 +138,19 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
         defaults |= {"vocab_size": vocab_size, **dict.fromkeys(stacks, 6)}
         base = Architecture(kind, defaults, "")
     return Architecture(base.network, {**base.arguments, **sizes}, base.source)
+
+
+def folder_architecture(folder: pathlib.Path, kind: str) -> Architecture:
+    """Return the architecture of the network in a run folder or a published folder.
+
+    Args:
+        folder: Path of the folder.
+        kind: Name of the network class, for a run folder.
+    """
+    if not is_run(folder):
+        return read_architecture(folder)
+    config = check_run(folder)
+    return architecture(config, kind, config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE)
 
 
 def _create(config, kind, vocab_size, precision, sizes, load_run, arguments):

@@ -110,16 +110,11 @@ def check_read(config: RunConfig) -> None:
 
 
 def _check_teacher(config, changed):
-    """Check that options of distillation have a teacher, and that its memory need not be planned."""
+    """Check that options of distillation have a teacher."""
     keys = [key for key in changed if key.startswith("distillation.")]
     if keys and "distillation.teacher" not in keys:
         raise InputError(
             f"`{keys[0]}` has no effect without distillation.teacher. Set the teacher, or remove it."
-        )
-    if keys and config.training.layout == "auto":
-        raise InputError(
-            "`parallel: auto` does not count the memory of distillation.teacher. Set the fields of "
-            "parallel."
         )
 
 

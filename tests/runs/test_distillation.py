@@ -8,6 +8,7 @@ import pytest
 from dtransformer.cli import main
 from dtransformer.errors import InputError
 from dtransformer.models import CausalLM, save_pretrained
+from dtransformer.runs.automatic import get_run_shape, plan_run
 from dtransformer.runs.config import load_config
 from dtransformer.runs.run import train
 from dtransformer.runs.unread import check_read
@@ -89,16 +90,17 @@ def test_missing_teacher_is_an_error(place):
         train(config, ["distillation.teacher=nowhere"], "runs/student")
 
 
-@pytest.mark.parametrize(
-    "task, settings, message",
-    [
-        ("chat", ["distillation.temperature=3"], "has no effect without distillation.teacher"),
-        ("chat", [TEACHER, "training.layout=auto"], "does not count the memory"),
-    ],
-)
-def test_options_that_a_run_cannot_honour_are_errors(task, settings, message):
-    with pytest.raises(InputError, match=message):
-        check_read(load_config(None, [f"task={task}", *settings]))
+def test_options_without_a_teacher_are_an_error():
+    settings = ["task=chat", "distillation.temperature=3"]
+    with pytest.raises(InputError, match="has no effect without distillation.teacher"):
+        check_read(load_config(None, settings))
+
+
+def test_planned_model_has_the_teacher(place):
+    config = load_config(write_config("chat", place), [TEACHER, "parallel=auto"])
+    student = get_run_shape(config, config.data.length)
+    assert student.teacher.parameters() == student.parameters()
+    assert plan_run(config).best.config.pipeline_stage == 1
 
 
 @pytest.mark.parametrize("task", ["preference", "classification", "next_sentence", "translation"])

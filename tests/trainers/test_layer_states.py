@@ -171,6 +171,25 @@ def test_warns_once_about_values_that_micro_batches_change(kind):
         assert len(set(messages)) == len(messages)
 
 
+class Dropped(keras.layers.Layer):
+    """Layer that adds the mean of its output after Keras' dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.5)
+
+    def call(self, inputs, training=False):
+        outputs = self.dropout(inputs, training=training)
+        self.add_loss(ops.mean(outputs))
+        return outputs
+
+
+def test_no_warning_about_a_mean_of_randomly_dropped_values():
+    with parallel_config(micro_batch_num=2), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*differ from Keras'")
+        numbers(Trainer(network(lambda: [Unmasked(), Dropped()])), epochs=1)
+
+
 def test_no_warning_without_micro_batches():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*differ from Keras'")

@@ -259,7 +259,8 @@ class Supervisor:
                     if outcome.read(line):
                         with contextlib.suppress(BrokenPipeError):
                             print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
-                if outcome.is_over:  # horovodrun would wait for all processes with open pipes.
+                # horovodrun would wait for all processes with open pipes.
+                if outcome.is_over and not is_local:
                     job.kill_in(_SECONDS_TO_END)
 
         job = self._job = Job(command, environments)

@@ -153,10 +153,17 @@ def _unsupported_message(message, graph):
         return None
     kind = match[1] or match[2]
     names = [operation.name for operation in graph.get_operations() if operation.type == kind]
+    name = names[0] if names else "A layer of the network"
+    if "inconsistent with the provided layout" in message:
+        fix = (
+            "with these shards. Set `model_parallel` to a divisor of all sizes that the layer splits, "
+            "such as its key and value heads"
+        )
+    else:
+        fix = "on a mesh. Use another layer (an LSTM or GRU with `unroll=True` has no loop)"
     return (
-        f"{names[0] if names else 'A layer of the network'} computes {kind}, which DTensor cannot "
-        "compute on a mesh. Use another layer (an LSTM or GRU with `unroll=True` has no loop), or set "
-        "`model_parallel=1` and use one device per rank."
+        f"{name} computes {kind}, which DTensor cannot compute {fix}, or set `model_parallel=1` and "
+        "use one device per rank."
     )
 
 

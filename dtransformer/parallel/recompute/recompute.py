@@ -95,7 +95,6 @@ def recomputed(
         scope = StateScope(
             zip(weights, args[num_inputs:]),
             collect_losses=True,
-            records_seeds=True,
             reads_others=False,
         )
         saved_sums = _saved_sums.get()
@@ -124,8 +123,9 @@ def recomputed(
 
         def gradient(dy, *other_gradients):
             recomputed_args = [_delay(unshard(x), dy) for x in saved_inputs]
-            for x in args[num_inputs:]:  # Seeds are delayed. Floats are large, and are not copied.
-                recomputed_args.append(_delay(x, dy) if x.dtype == "uint32" else x)
+            # Only seeds are delayed, because a delay copies the value.
+            for weight, x in zip(weights, args[num_inputs:]):
+                recomputed_args.append(_delay(x, dy) if _compat.is_seed(weight) else x)
             sources = [x for x in recomputed_args if x.dtype.is_floating]
             with tf.GradientTape() as tape:
                 tape.watch(sources)

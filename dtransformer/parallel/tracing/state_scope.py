@@ -15,8 +15,6 @@ class StateScope(keras.StatelessScope):
 
     Args:
         *args, **kwargs: Arguments of `keras.StatelessScope`.
-        records_seeds: Boolean. Whether `states` includes the seeds of Keras' own dropout. Defaults
-            to `False`.
         reads_others: Boolean. Whether trainable variables without a value in this scope may be
             read. Defaults to `True`.
 
@@ -24,17 +22,15 @@ class StateScope(keras.StatelessScope):
         states: Dict from ids of updated variables to the variables.
     """
 
-    def __init__(self, *args, records_seeds: bool = False, reads_others: bool = True, **kwargs):
+    def __init__(self, *args, reads_others: bool = True, **kwargs):
         super().__init__(*args, **kwargs)
         self.states = {}
-        self._records_seeds = records_seeds
         self._reads_others = reads_others
 
     def add_update(self, update):
         super().add_update(update)
         variable, _ = update
-        if variable.dtype != "uint32" or self._records_seeds:
-            self.states[id(variable)] = variable
+        self.states[id(variable)] = variable
 
     def get_current_value(self, variable):
         value = super().get_current_value(variable)

@@ -236,7 +236,7 @@ class Unit:
 
         def compute(inputs, constants, values):
             seed, *others = constants
-            scope = StateScope(collect_losses=True, records_seeds=True)
+            scope = StateScope(collect_losses=True)
             for variable, value in zip(weights.variables, values):
                 scope.state_mapping[id(variable)] = value  # Keras would cast to the storage dtype.
             with dropout_seed(seed), not_splitting_backward():

@@ -76,6 +76,17 @@ def test_failure_ends_the_other_ranks_and_is_not_repeated_by_default():
     assert not running("sleep 1237")
 
 
+def test_frozen_rank_is_killed_soon_after_another_rank_reports_it():
+    report = (
+        "dtransformer: the job ends: rank 1 on host localhost: no heartbeat for 15 s; rank 0 waits"
+    )
+    script = f"test $HOROVOD_RANK = 1 && kill -STOP $$; echo '{report}' >&2; sleep 1; exit 1"
+    start = time.monotonic()
+    code, _, errors = run(script)
+    assert code == 1 and "no heartbeat for 15 s" in errors
+    assert time.monotonic() - start < 25
+
+
 def test_ctrl_c_ends_ranks_that_ignore_signals():
     script = 'trap "" INT TERM; echo ready; setsid sleep 1238 & sleep 1238'
     process = launch("-np", "2", command=script)
