@@ -5,9 +5,10 @@
     python -m benchmarks.compiled.by_jax update NAME OUT
     python -m benchmarks.compiled.by_jax calls tests/layers/jax_cudnn_calls.json
 
-The first command compiles a module that TensorFlow exported. The first three write the optimized module
-as text (FILE.txt or OUT) and print its memory in bytes as JSON. The third compiles an AdamW update with
-clipping. benchmarks/gpu_compiled.py runs this file in a separate environment. The last command updates JAX's calls of cuDNN attention in a JSON file of cases.
+The first command compiles a module that TensorFlow exported, the second a network's loss and
+gradients, and the third an AdamW update with clipping. They write the optimized module as text (FILE.txt
+or OUT) and print its memory in bytes as JSON. benchmarks/gpu_compiled.py runs this file in a separate
+environment. The last command updates JAX's calls of cuDNN attention in a JSON file of cases.
 """
 
 import json

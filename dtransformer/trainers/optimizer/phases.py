@@ -17,7 +17,6 @@ from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 
-
 # Maximum number of elements of a gradient that is copied, so that one operation measures all gradients
 # of its size.
 _MAX_STACKED = 2**16
