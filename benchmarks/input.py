@@ -19,6 +19,7 @@ import paths  # noqa: F401
 
 from dtransformer.datasets import (
     LanguageModelBatches,
+    LengthBuckets,
     MaskedLanguageModelBatches,
     NextSentenceBatches,
     SpanCorruptionBatches,
@@ -32,7 +33,7 @@ from dtransformer.datasets.embedded import sentence_pairs
 TOKENS_PER_SECOND_OF_A_GPU = 100_000
 BATCHES = {
     "buckets": {"batch_tokens": 4096},
-    "one_shape_a_bucket": {"batch_tokens": 4096, "pad_to_bucket": True},
+    "one_shape_a_bucket": {"batch_tokens": 4096, "buckets": LengthBuckets(pad_to_bounds=True)},
     "packed": {"batch_tokens": 4096, "packed_length": 256},
 }
 LANGUAGE_MODEL_BATCHES = {

@@ -48,7 +48,7 @@ def count(mode, clip, blocks):
         step()
     step()
     counts = count_operations(step)
-    # With clusters, the trainer collects the graphs itself, and none are left here.
+    # The list is empty with clusters, because the trainer collects the graphs itself.
     counts["nodes"] = max((len(graph.node) for graph in graphs), default=0)
     return counts
 

@@ -14,6 +14,7 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 
 import pytest
 
@@ -303,6 +304,12 @@ def test_configs_are_valid(page, tmp_path):
     for code in blocks(next(path for path in PAGES if page_name(path) == page), "yaml"):
         (tmp_path / "mine.yaml").write_text(code)
         config.load_config(tmp_path / "mine.yaml")
+
+
+def test_family_example_is_an_entry_of_the_table():
+    (example,) = blocks(ROOT / "docs/new-family.md", "yml")
+    table = ROOT / "dtransformer/models/pretrained/families/families.yaml"
+    assert textwrap.indent(example.strip(), "  ") in table.read_text("utf-8")
 
 
 def test_inline_commands_are_parsed():

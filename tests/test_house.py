@@ -129,6 +129,9 @@ MAX_MEDIAN_LINES = 90
 TOKEN_BUDGET = 353_100
 # Nested comprehensions are allowed for lists of lists and dicts, but must stay rare.
 MAX_NESTED_COMPREHENSIONS = 8
+# Long signatures are hard to read. Group related arguments in a config object instead.
+MAX_ARGUMENTS = 15
+MAX_LONG_SIGNATURES = 5
 
 
 # Imports.
@@ -367,6 +370,37 @@ def test_statements_have_one_idea():
     nested = places.pop("nested comprehension", [])
     assert not places, dict(places)
     assert len(nested) <= MAX_NESTED_COMPREHENSIONS, nested
+
+
+def count_arguments(node):
+    """Return the number of arguments of a function, or of the constructor of a dataclass."""
+    if isinstance(node, ast.FunctionDef):
+        positional = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
+        is_method = positional[:1] in (["self"], ["cls"])
+        return len(positional) - is_method + len(node.args.kwonlyargs)
+    if isinstance(node, ast.ClassDef):
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if any("dataclass" in decorator for decorator in decorators):
+            return sum(isinstance(statement, ast.AnnAssign) for statement in node.body)
+    return 0
+
+
+def test_arguments_are_counted():
+    source = (
+        "def f(self, a, /, b, *, c): ...\n"
+        "@dataclasses.dataclass\nclass C:\n  x: int\n  y: int = 0\n"
+    )
+    assert [count_arguments(node) for node in ast.parse(source).body] == [3, 2]
+
+
+def test_few_signatures_are_long():
+    long = {
+        f"{relative(path)} {node.name}": count_arguments(node)
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if count_arguments(node) > MAX_ARGUMENTS
+    }
+    assert len(long) <= MAX_LONG_SIGNATURES, f"group arguments in a config object: {long}"
 
 
 def test_globals_are_set_in_one_place():

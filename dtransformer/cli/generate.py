@@ -2,13 +2,11 @@
 
 import argparse
 import json
-import sys
 
 from dtransformer.datasets.documents import join_documents
 from dtransformer.datasets.tool_calls import tools_in
 from dtransformer.errors import InputError, raise_as_input_error, short_repr
-from dtransformer.inputs.files import read_limited
-from dtransformer.inputs.text import decode_lines
+from dtransformer.inputs.text import STANDARD_INPUT, read_input_lines
 from dtransformer.models.generation.rules import end_ids
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.collectives.objects import from_chief
@@ -38,7 +36,7 @@ def generate(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None and not arguments.chat:
             raise InputError(f"--{name} requires --chat. Add --chat, or remove --{name}.")
     prompts = inputs = from_chief(
-        lambda: arguments.prompt or _read_prompts(sys.stdin, arguments.boundary), "generate/prompts"
+        lambda: arguments.prompt or _read_prompts(arguments.boundary), "generate/prompts"
     )
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
     if arguments.chat:
@@ -80,16 +78,14 @@ def _load_config(settings):
     return load_config(None, settings)
 
 
-def _read_prompts(source, boundary):
-    """Return the prompts in a stream. `boundary` is "line", "blank_line" or "file"."""
-    if source is None:
-        raise InputError("Standard input is closed. Write prompts to it, or add --prompt.")
-    lines = decode_lines(read_limited(source.buffer, "standard input"), "standard input")
+def _read_prompts(boundary):
+    """Return the prompts in standard input. `boundary` is "line", "blank_line" or "file"."""
+    lines = read_input_lines("Write prompts to it, or add --prompt.")
     if not lines:
         raise InputError("No prompt was given. Add --prompt, or write lines to standard input.")
     if boundary == "line":
         return lines
-    return list(join_documents(enumerate(lines, start=1), boundary, "standard input"))
+    return list(join_documents(enumerate(lines, start=1), boundary, STANDARD_INPUT))
 
 
 def _generator(model, tokenizer, max_new_tokens, stops, options):

@@ -12,9 +12,8 @@ from dtransformer.datasets.documents import check_objects, iterate_values
 from dtransformer.datasets.records import named_records
 from dtransformer.errors import InputError
 from dtransformer.files import atomic_write
-from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.json_file import parse_json
-from dtransformer.inputs.text import decode_lines, read_text_lines
+from dtransformer.inputs.text import STANDARD_INPUT, read_input_lines, read_text_lines
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.loading import load_published, open_run
@@ -99,10 +98,14 @@ def _predictions(arguments, command):
 
 def _read_records(arguments, fields):
     """Yield a (place, record) pair for each record in the files or in standard input."""
-    for path in arguments.data or ["standard input"]:
+    for path in arguments.data or [STANDARD_INPUT]:
         values = iterate_values(path) if arguments.data else None
         if values is None:
-            lines = read_text_lines(path) if arguments.data else _stdin_lines(path)
+            lines = (
+                read_text_lines(path)
+                if arguments.data
+                else read_input_lines("Write lines to it, or add --data FILE.")
+            )
             first = next((line for line in lines if line.strip()), "")
             placed = ((f"{path}, line {i}", line) for i, line in enumerate(lines, start=1))
             if arguments.text or not first.startswith("{"):
@@ -111,12 +114,6 @@ def _read_records(arguments, fields):
             hint = " (add --text if the lines are not JSON)"
             values = ((place, parse_json(line, place + hint)) for place, line in placed)
         yield from named_records(check_objects(values, ()), fields)
-
-
-def _stdin_lines(name):
-    if sys.stdin is None:
-        raise InputError("Standard input is closed. Write lines to it, or add --data FILE.")
-    return decode_lines(read_limited(sys.stdin.buffer, name), name)
 
 
 def _format_prediction(prediction):

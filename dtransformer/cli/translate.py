@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from dtransformer.datasets.text import read_pairs
 from dtransformer.errors import InputError, raise_as_input_error
-from dtransformer.inputs.files import read_limited
-from dtransformer.inputs.text import decode_lines
+from dtransformer.inputs.text import read_input_lines
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.runs import needs
 from dtransformer.runs.evaluating import evaluate_run
@@ -76,10 +75,8 @@ def translate(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: If the run folder is unusable, or a line is not UTF-8.
     """
-    if sys.stdin is None:
-        raise InputError("Standard input is closed. Write the lines to translate to it.")
+    lines = read_input_lines("Write the lines to translate to it.")
     translator = make_translator(arguments.run, arguments.beam_size, arguments.length_penalty)
-    lines = decode_lines(read_limited(sys.stdin.buffer, "standard input"), "standard input")
     for translation in translator(lines):
         print(translation)
 

@@ -21,12 +21,12 @@ Reading files does not import TensorFlow. The names that need it are imported on
 import importlib
 from typing import TYPE_CHECKING
 
-from dtransformer.datasets.batch_plan import plan_batches
+from dtransformer.datasets.batch_plan import LengthBuckets, plan_batches
 from dtransformer.datasets.documents import read_documents
 from dtransformer.datasets.text import clean_pairs, read_lines, read_pairs, read_tsv
 
 if TYPE_CHECKING:
-    from dtransformer.datasets.batching import TranslationBatches
+    from dtransformer.datasets.batching import SpecialTokenIds, TranslationBatches
     from dtransformer.datasets.byte_level import train_byte_level
     from dtransformer.datasets.instructions import InstructionBatches
     from dtransformer.datasets.language_model import LanguageModelBatches
@@ -42,11 +42,13 @@ if TYPE_CHECKING:
 __all__ = [
     "InstructionBatches",
     "LanguageModelBatches",
+    "LengthBuckets",
     "MaskedLanguageModelBatches",
     "MixedBatches",
     "NextSentenceBatches",
     "ShardMixture",
     "SpanCorruptionBatches",
+    "SpecialTokenIds",
     "SubwordTokenizer",
     "TokenShards",
     "TranslationBatches",

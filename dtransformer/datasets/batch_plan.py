@@ -4,11 +4,37 @@ A plan is a list of arrays of sentence indices. Every rank computes the same pla
 of each global batch, so several ranks together see the same batches as a single process.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthBuckets:
+    """Length buckets of sentences, and the padded lengths of their batches.
+
+    Args:
+        bounds: Integer, number of length buckets (1 disables bucketing), or an increasing list of
+            the maximum length of each bucket, including the start or end token. Defaults to 8.
+        pad_to_bounds: Boolean. Whether to pad a batch to the maximum length of its bucket. This
+            limits the number of shapes to one per bucket, plus the remainder. Defaults to `False`,
+            which pads to the longest sentence.
+        pad_to_multiple_of: Integer. Lengths are padded to a multiple of it, so that a compiler that
+            specializes on shapes sees fewer of them. Defaults to 1.
+
+    Raises:
+        InputError: If `pad_to_multiple_of` is not a positive integer.
+    """
+
+    bounds: int | Sequence[int] = 8
+    pad_to_bounds: bool = False
+    pad_to_multiple_of: int = 1
+
+    def __post_init__(self):
+        check_int("pad_to_multiple_of", self.pad_to_multiple_of)
 
 
 def plan_batches(

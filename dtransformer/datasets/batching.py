@@ -1,17 +1,27 @@
 """Batches of sentence pairs for `Trainer.fit`."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
+from dtransformer.datasets.batch_plan import LengthBuckets, bucket_bounds, plan_batches
 from dtransformer.datasets.epochs import Epochs, cache_plan, check_shard
 from dtransformer.datasets.packing import plan_packed_batches, rows_per_batch
 from dtransformer.datasets.skipped_records import warn_skipped
 from dtransformer.errors import InputError, check_int
 
 Ids = tf.RaggedTensor | tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokenIds:
+    """Ids of the tokens that batches add to sentences. The defaults are `SubwordTokenizer`'s."""
+
+    pad_id: int = 0
+    start_id: int = 2
+    end_id: int = 3
 
 
 class TranslationBatches(Epochs):
@@ -34,23 +44,17 @@ class TranslationBatches(Epochs):
             padding.
         max_length: Integer. Maximum number of tokens, without the start or end token. Pairs with a
             longer side are left out in training and cut off otherwise. Defaults to 256.
-        num_buckets: Integer. Number of length buckets. Defaults to 8.
-        buckets: List of the maximum length of each bucket, including the start or end token. It
-            replaces `num_buckets`.
+        buckets: `LengthBuckets` of the pairs' longer sides. An integer or a list of lengths is the
+            `bounds` of `LengthBuckets`. Defaults to 8.
         shuffle: Boolean. Whether to shuffle each epoch. Defaults to `True`.
         seed: Integer. Shuffling depends on the seed and the epoch. Defaults to 0.
         shard_index, num_shards: Index of this data rank and number of data ranks. This rank gets
             the rows shard_index, shard_index + num_shards, … of each global batch.
         drop_remainder: Boolean. Whether to leave out sentences that do not fill a batch. Defaults
             to `False`.
-        pad_to_multiple_of: Integer. Lengths are padded to a multiple of it, so that a compiler that
-            specializes on shapes sees fewer of them. Defaults to 1.
         pad_rows_to_multiple_of: Integer. Empty rows are added to this rank's rows of a batch until
             their number is a multiple of it, as the micro-batches of a pipeline require. Defaults
             to 1.
-        pad_to_bucket: Boolean. Whether to pad both sides to the maximum length of their bucket.
-            This limits the number of shapes to one per bucket, plus the remainder. Defaults
-            to `False`.
         packed_length: Integer. Number of tokens of a row on each side. Several sentences are packed
             into a row, so that all batches have one shape with little padding. Inputs also contain
             "source_segments" and "target_segments": the index of the sentence in its row, from 1,
@@ -58,7 +62,7 @@ class TranslationBatches(Epochs):
             `None` (default) disables packing.
         training: Boolean. Whether to leave out pairs that are too long instead of cutting them off.
             Defaults to `True`.
-        pad_id, start_id, end_id: Ids of the special tokens.
+        special_ids: `SpecialTokenIds` of the tokenizer. Defaults to `SubwordTokenizer`'s.
 
     Attributes:
         num_pairs: Number of pairs in use.
@@ -72,7 +76,7 @@ class TranslationBatches(Epochs):
     Example:
 
     >>> ids = tf.ragged.constant([[5, 6], [7]], "int32")
-    >>> batches = TranslationBatches(ids, ids, batch_size=2, shuffle=False, num_buckets=1)
+    >>> batches = TranslationBatches(ids, ids, batch_size=2, shuffle=False, buckets=1)
     >>> inputs, labels = next(iter(batches.as_dataset()))
     >>> labels.numpy().tolist()
     [[5, 6, 3], [7, 3, 0]]
@@ -86,31 +90,23 @@ class TranslationBatches(Epochs):
         batch_size: int | None = None,
         batch_tokens: int | None = None,
         max_length: int = 256,
-        num_buckets: int = 8,
-        buckets: Sequence[int] | None = None,
+        buckets: LengthBuckets | int | Sequence[int] = 8,
         shuffle: bool = True,
         seed: int = 0,
         shard_index: int = 0,
         num_shards: int = 1,
         drop_remainder: bool = False,
-        pad_to_multiple_of: int = 1,
         pad_rows_to_multiple_of: int = 1,
-        pad_to_bucket: bool = False,
         packed_length: int | None = None,
         training: bool = True,
-        pad_id: int = 0,
-        start_id: int = 2,
-        end_id: int = 3,
+        special_ids: SpecialTokenIds = SpecialTokenIds(),
     ):
-        for name, value in (
-            ("max_length", max_length),
-            ("pad_to_multiple_of", pad_to_multiple_of),
-            ("pad_rows_to_multiple_of", pad_rows_to_multiple_of),
-        ):
-            check_int(name, value)
+        check_int("max_length", max_length)
+        check_int("pad_rows_to_multiple_of", pad_rows_to_multiple_of)
         check_shard(shard_index, num_shards)
-        target_ids = _remove_special_ids(*_as_arrays(target_ids), start_id, end_id)
-        self._ids = _as_arrays(source_ids), target_ids
+        if not isinstance(buckets, LengthBuckets):
+            buckets = LengthBuckets(buckets)
+        self._ids = _as_arrays(source_ids), _remove_special_ids(target_ids, special_ids)
         lengths = [np.diff(row_splits) for _, row_splits in self._ids]
         self._pairs = _usable_pairs(*lengths, max_length if training else None)
         self.num_pairs = len(self._pairs)
@@ -121,18 +117,19 @@ class TranslationBatches(Epochs):
         self.num_shards = num_shards
         self._max_length = max_length
         self._packed_length = packed_length
-        self._multiples = pad_rows_to_multiple_of, pad_to_multiple_of
-        self._special = (pad_id, start_id, end_id)
+        self._row_multiple = pad_rows_to_multiple_of
+        self._length_multiple = buckets.pad_to_multiple_of
+        self._special = special_ids
         self._bounds = None
         size = {"batch_size": batch_size, "batch_tokens": batch_tokens}
         common = {"shuffle": shuffle, "drop_remainder": drop_remainder, "seed": seed}
         if packed_length is None:
-            bounds = num_buckets if buckets is None else buckets
-            options = {**size, **common, "buckets": bounds, "min_rows": num_shards}
+            options = {**size, **common, "buckets": buckets.bounds, "min_rows": num_shards}
             self._plan = cache_plan(
                 lambda epoch: plan_batches(self._lengths, epoch=epoch, **options)
             )
-            self._bounds = bucket_bounds(self._lengths, bounds) if pad_to_bucket else None
+            if buckets.pad_to_bounds:
+                self._bounds = bucket_bounds(self._lengths, buckets.bounds)
         else:
             rows = rows_per_batch(packed_length, self._lengths, num_shards, **size)
             side_lengths = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
@@ -172,10 +169,9 @@ class TranslationBatches(Epochs):
 
     def batch(self, epoch: int, batch: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         rows = [self._row(pairs) for pairs in self.rows(epoch, batch)]
-        multiple = self._multiples[0]
         min_width = 0
         num_rows = len(rows) if self._packed_length is None else self._local_rows
-        num_rows += -num_rows % multiple
+        num_rows += -num_rows % self._row_multiple
         if self._bounds is not None:  # Pad to the maximum length of the batch's bucket.
             longest = max(max(len(row["source"]) + 1, len(row["labels"])) for row in rows)
             min_width = self._bounds[np.searchsorted(self._bounds, longest)]
@@ -185,7 +181,7 @@ class TranslationBatches(Epochs):
     def spec(self) -> tuple[dict[str, tf.TensorSpec], tf.TensorSpec]:
         shape = [None, None]
         if self._packed_length is not None:
-            shape = self._local_rows + -self._local_rows % self._multiples[0], self._packed_length
+            shape = self._local_rows + -self._local_rows % self._row_multiple, self._packed_length
         spec = tf.TensorSpec(shape, tf.int32)
         return dict.fromkeys(self._names(), spec), spec
 
@@ -195,11 +191,14 @@ class TranslationBatches(Epochs):
 
     def _row(self, pairs):
         """Return a dict of lists: concatenated sentences of pairs for each input and the labels."""
-        _, start, end = self._special
         row = {name: [] for name in (*self._names(), "labels")}
         for segment, pair in enumerate(pairs, start=1):
             source, target = (self._sentence(*side, pair) for side in self._ids)
-            sequences = {"source": source, "target": [start, *target], "labels": [*target, end]}
+            sequences = {
+                "source": source,
+                "target": [self._special.start_id, *target],
+                "labels": [*target, self._special.end_id],
+            }
             sequences["source_segments"] = [segment] * len(source)
             sequences["target_segments"] = [segment] * len(sequences["target"])
             for name, ids in row.items():
@@ -215,8 +214,8 @@ class TranslationBatches(Epochs):
         max_width = self._max_length + (name != "source")
         if width is None:
             longest = max(min_width, *(len(row[name]) for row in rows))
-            width = min(longest + -longest % self._multiples[1], max_width)
-        padding = 0 if name.endswith("segments") else self._special[0]
+            width = min(longest + -longest % self._length_multiple, max_width)
+        padding = 0 if name.endswith("segments") else self._special.pad_id
         padded = np.full((num_rows, width), padding, np.int32)
         for padded_row, row in zip(padded, rows):
             padded_row[: len(row[name])] = row[name]
@@ -229,12 +228,15 @@ def _as_arrays(ids):
     return ids
 
 
-def _remove_special_ids(values, splits, start_id, end_id):
+def _remove_special_ids(ids, special_ids):
     """Remove start and end tokens from targets, because batches add them to every target."""
+    values, splits = _as_arrays(ids)
     starts = splits[:-1].copy()
     ends = splits[1:].copy()
-    starts += (starts < ends) & (values[np.minimum(starts, len(values) - 1)] == start_id)
-    ends -= (starts < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
+    starts += (starts < ends) & (
+        values[np.minimum(starts, len(values) - 1)] == special_ids.start_id
+    )
+    ends -= (starts < ends) & (values[np.maximum(ends - 1, 0)] == special_ids.end_id)
     changes = np.zeros(len(values) + 1, np.int64)
     np.add.at(changes, starts, 1)
     np.add.at(changes, ends, -1)

@@ -17,6 +17,7 @@ from dtransformer.inputs.files import (
 WHITE_SPACE = " \t\v\f\r\n"  # Separators of words. A no-break space is text.
 MAX_LINE = 2**17  # Maximum number of characters of a sentence. Tokenizers process complete lines.
 MAX_DOCUMENT = 64 * MEBIBYTE  # Maximum number of bytes or characters of a document.
+STANDARD_INPUT = "standard input"
 _BYTES_PER_LINE = 120  # Memory of a short Python string.
 _UNSUPPORTED_ARCHIVES = ".zst", ".bz2", ".xz", ".lz4", ".zip"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -36,6 +37,20 @@ def read_text_lines(path: FilePath) -> list[str]:
         else:
             data = read_limited(file, path)
     return decode_lines(data, path)
+
+
+def read_input_lines(fix: str) -> list[str]:
+    """Return the lines of standard input.
+
+    Args:
+        fix: Sentence with the fix, the end of the error message.
+
+    Raises:
+        InputError: If standard input is closed or too large, or `decode_lines` fails.
+    """
+    if sys.stdin is None:
+        raise InputError(f"Standard input is closed. {fix}")
+    return decode_lines(read_limited(sys.stdin.buffer, STANDARD_INPUT), STANDARD_INPUT)
 
 
 def iterate_lines(path: FilePath) -> Iterator[tuple[int, str]]:

@@ -8,16 +8,9 @@ from dtransformer.errors import InputError, raise_as_input_error
 from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.options import MuonOptions
+from dtransformer.runs.unread import SCHEDULES_WITH_END
 from dtransformer.trainers import Muon, lr_schedules
 from dtransformer.trainers.optimizer.update_group import UpdateGroup
-
-# Schedules that depend on the number of training steps, and their additional options.
-_SCHEDULES_WITH_END = {
-    "linear": (),
-    "cosine": (),
-    "wsd": ("decay_steps",),
-    "restarts": ("restarts",),
-}
 
 
 def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
@@ -81,10 +74,10 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
     options = config.training
     kind = optimizer_class(options.optimizer)
     schedule = {"peak_learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps}
-    if options.schedule in _SCHEDULES_WITH_END:
+    if options.schedule in SCHEDULES_WITH_END:
         schedule["total_steps"] = max(total_steps, options.warmup_steps + 1)
         schedule["final_learning_rate"] = options.final_learning_rate
-        schedule |= {name: getattr(options, name) for name in _SCHEDULES_WITH_END[options.schedule]}
+        schedule |= {name: getattr(options, name) for name in SCHEDULES_WITH_END[options.schedule]}
     arguments = {
         "learning_rate": lr_schedules.get(options.schedule, **schedule),
         "weight_decay": options.weight_decay,  # Also set if it is 0, because AdamW's default is not.

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import io
 import json
 import os
 import pathlib
@@ -100,7 +99,7 @@ class _Log:
             self._file.write(text.encode(errors="backslashreplace"))
 
 
-class _CopiedStream(io.TextIOBase):
+class _CopiedStream:
     """Text stream that also writes complete lines to a log.
 
     Args:
@@ -123,15 +122,6 @@ class _CopiedStream(io.TextIOBase):
         # Only the last state of a progress bar is recorded.
         self._line = self._line.rpartition("\r")[2]
         return self._stream.write(text)
-
-    def flush(self):
-        self._stream.flush()
-
-    def isatty(self):
-        return self._stream.isatty()
-
-    def fileno(self):
-        return self._stream.fileno()
 
     def end_line(self):
         """Copy the last line, if it does not end with a line break."""

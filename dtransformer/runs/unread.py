@@ -37,14 +37,20 @@ BASE_TASKS: dict[
     str, str
 ] = {}  # Registered tasks, each with the built-in task that has the same keys.
 _UNSET = (None, "", (), [], False)
-_SCHEDULES_WITH_END = ("linear", "cosine", "wsd", "restarts")
+# Schedules that depend on the number of training steps, and their additional options.
+SCHEDULES_WITH_END = {
+    "linear": (),
+    "cosine": (),
+    "wsd": ("decay_steps",),
+    "restarts": ("restarts",),
+}
 # Tuples (key, other key, values): `key` is read only if the other key has one of these values. Keys
 # that only refine a disabled feature, such as export.family, are accepted.
 _READ_ONLY_WITH = (
     ("training.decay_steps", "training.schedule", ("wsd",)),
     ("training.restarts", "training.schedule", ("restarts",)),
     ("training.muon", "training.optimizer", ("muon", "Muon")),
-    ("training.final_learning_rate", "training.schedule", _SCHEDULES_WITH_END),
+    ("training.final_learning_rate", "training.schedule", SCHEDULES_WITH_END),
     *(
         (f"tokenizer.{key}", other, _UNSET)
         for key in ("vocab_size", "lower_case", "algorithm")

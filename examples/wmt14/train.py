@@ -22,7 +22,13 @@ import keras
 import tensorflow as tf
 from faithful import EOT, PAD, faithful_examples
 
-from dtransformer.datasets import SubwordTokenizer, TranslationBatches, read_tsv
+from dtransformer.datasets import (
+    LengthBuckets,
+    SpecialTokenIds,
+    SubwordTokenizer,
+    TranslationBatches,
+    read_tsv,
+)
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
@@ -95,12 +101,13 @@ def modern_data(args):
         tokenizer.encode(targets),
         batch_size=args.batch_size,
         max_length=128,
-        pad_to_bucket=dtransformer.compiles_shapes(),
-        pad_to_multiple_of=args.mp,
+        buckets=LengthBuckets(
+            pad_to_bounds=dtransformer.compiles_shapes(), pad_to_multiple_of=args.mp
+        ),
         pad_rows_to_multiple_of=dtransformer.row_multiple(),
         shard_index=index,
         num_shards=count,
-        **special,
+        special_ids=SpecialTokenIds(**special),
     )
     return batches, special, tokenizer.vocab_size, {"tokenizer": tokenizer}
 

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.datasets import (
+    LengthBuckets,
     TranslationBatches,
     plan_batches,
 )
@@ -29,7 +30,7 @@ def some_ids(lengths, seed=1):
 
 def some_batches(count=200, **options):
     lengths = some_lengths(count, 12), some_lengths(count, 12, seed=5)
-    options = {"batch_size": 16, "num_buckets": 3, "seed": 7, **options}
+    options = {"batch_size": 16, "buckets": 3, "seed": 7, **options}
     return TranslationBatches(*(some_ids(n) for n in lengths), **options)
 
 
@@ -143,9 +144,7 @@ def test_invalid_plan_options_are_refused(options, expected_error):
 
 def test_structure_of_a_batch():
     ids = tf.ragged.constant([[5, 6, 7], [8]], tf.int32)
-    batches = TranslationBatches(
-        ids, ids[::-1], batch_size=2, num_buckets=1, shuffle=False, pad_id=0, start_id=2, end_id=3
-    )
+    batches = TranslationBatches(ids, ids[::-1], batch_size=2, buckets=1, shuffle=False)
     dataset = batches.as_dataset()
     inputs, labels = as_lists(dataset)[0]
     assert inputs["source"] == [[5, 6, 7], [8, PAD, PAD]]
@@ -158,8 +157,9 @@ def test_structure_of_a_batch():
 
 def test_accepts_arrays_and_pads_to_multiples():
     ids = tf.ragged.constant([[5, 6, 7], [8]], tf.int32)
+    buckets = LengthBuckets(1, pad_to_multiple_of=4)
     flat = ids.flat_values.numpy(), ids.row_splits.numpy()
-    options = {"batch_size": 2, "num_buckets": 1, "shuffle": False, "pad_to_multiple_of": 4}
+    options = {"batch_size": 2, "buckets": buckets, "shuffle": False}
     inputs, labels = as_lists(TranslationBatches(flat, flat, **options).as_dataset())[0]
     assert inputs["source"] == [[5, 6, 7, PAD], [8, PAD, PAD, PAD]]
     assert labels == [[5, 6, 7, END], [8, END, PAD, PAD]]
@@ -217,7 +217,7 @@ def test_rank_reads_its_planned_rows():
 def test_long_pairs_are_left_out_in_training_and_cut_off_otherwise(training):
     source = tf.ragged.constant([[4], [4] * 5, [4] * 3, [4], []], tf.int32)
     target = tf.ragged.constant([[5], [5], [5] * 4, [], [5]], tf.int32)
-    options = {"batch_size": 9, "num_buckets": 1, "max_length": 3, "shuffle": False}
+    options = {"batch_size": 9, "buckets": 1, "max_length": 3, "shuffle": False}
     batches = TranslationBatches(source, target, training=training, **options)
     inputs, labels = as_lists(batches.as_dataset())[0]
     if training:
@@ -295,12 +295,16 @@ def test_fit_runs_all_epochs_and_resumes_from_a_position():
         ({"num_shards": 17}, "17 data ranks"),
         ({"shard_index": 2, "num_shards": 2}, "shard_index=2"),
         ({"max_length": 0}, "max_length must be an integer"),
-        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer"),
         ({"count": 3, "num_shards": 4}, "do not fill a batch"),
     ],
 )
 def test_invalid_options_are_refused(options, expected_error):
     assert expected_error in get_error_message(some_batches, **options)
+
+
+def test_invalid_multiple_is_refused():
+    message = get_error_message(LengthBuckets, pad_to_multiple_of=0)
+    assert "pad_to_multiple_of must be an integer" in message
 
 
 def test_sides_of_different_length_are_refused():
@@ -313,9 +317,8 @@ def test_sides_of_different_length_are_refused():
 def test_padding_to_buckets_limits_the_number_of_shapes():
     rng = np.random.default_rng(0)
     rows = lambda: tf.ragged.constant([[5] * n for n in rng.integers(1, 21, 200)], "int32")
-    batches = TranslationBatches(
-        rows(), rows(), batch_size=10, max_length=20, buckets=[7, 14, 21], pad_to_bucket=True
-    )
+    buckets = LengthBuckets([7, 14, 21], pad_to_bounds=True)
+    batches = TranslationBatches(rows(), rows(), batch_size=10, max_length=20, buckets=buckets)
     shapes = set()
     for inputs, labels in batches.as_dataset():
         assert inputs["target"].shape == labels.shape

@@ -107,7 +107,7 @@ def test_start_and_end_tokens_are_not_added_if_most_documents_have_them(tmp_path
 def test_start_and_end_tokens_of_targets_are_not_repeated():
     source = tf.ragged.constant([[5], [6], [7]], "int32")
     target = tf.ragged.constant([[START, 5, 6, END], [7], [8, END]], "int32")
-    batches = TranslationBatches(source, target, batch_size=3, shuffle=False, num_buckets=1)
+    batches = TranslationBatches(source, target, batch_size=3, shuffle=False, buckets=1)
     ((inputs, labels),) = batches.as_dataset()
     assert inputs["target"].numpy().tolist() == [[2, 5, 6], [2, 7, 0], [2, 8, 0]]
     assert labels.numpy().tolist() == [[5, 6, 3], [7, 3, 0], [8, 3, 0]]

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from dtransformer.datasets.batching import TranslationBatches
+from dtransformer.datasets.batch_plan import LengthBuckets
+from dtransformer.datasets.batching import SpecialTokenIds, TranslationBatches
 from dtransformer.datasets.records import get_text
 from dtransformer.models import EncoderDecoderLM
 from dtransformer.parallel.runtime import job
@@ -41,6 +42,9 @@ class Seq2Seq(RecordTask):
         records = self.records[part]
         options = self.config.data
         arguments = self.network.arguments
+        special_ids = SpecialTokenIds(
+            arguments["pad_id"], arguments["start_id"], arguments["end_id"]
+        )
         sides = []
         for side in (0, 1):
             rows = [records.sequence(index, side)[0] for index in range(len(records))]
@@ -49,12 +53,14 @@ class Seq2Seq(RecordTask):
             *sides,
             batch_size=self.config.training.batch_size,
             max_length=options.length,
-            num_buckets=8 if part == "train" else 1,
+            buckets=LengthBuckets(
+                bounds=8 if part == "train" else 1,
+                pad_to_bounds=job.compiles_shapes(),
+                pad_to_multiple_of=self.config.parallel.model_parallel,
+            ),
             packed_length=options.length + 1 if options.packed else None,
-            pad_to_bucket=job.compiles_shapes(),
-            pad_to_multiple_of=self.config.parallel.model_parallel,
+            special_ids=special_ids,
             **self.batch_options(part),
-            **{name: arguments[name] for name in ("pad_id", "start_id", "end_id")},
         )
 
     def loss(self):

@@ -1,6 +1,7 @@
 """Translation: train an encoder–decoder and its tokenizer on sentence pairs."""
 
-from dtransformer.datasets.batching import TranslationBatches
+from dtransformer.datasets.batch_plan import LengthBuckets
+from dtransformer.datasets.batching import SpecialTokenIds, TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
 from dtransformer.errors import raise_as_input_error
 from dtransformer.models import TranslationTransformer
@@ -91,12 +92,14 @@ class Translation(Task):
             batch_size=options.batch_size,
             batch_tokens=None if options.batch_size else options.batch_tokens,
             max_length=options.max_length,
-            num_buckets=options.num_buckets,
+            buckets=LengthBuckets(
+                options.num_buckets,
+                pad_to_bounds=job.compiles_shapes(),
+                pad_to_multiple_of=self.config.parallel.model_parallel,
+            ),
             packed_length=options.packed_length,
-            pad_to_bucket=job.compiles_shapes(),
-            pad_to_multiple_of=self.config.parallel.model_parallel,
+            special_ids=SpecialTokenIds(**special_ids(tokenizer, self.kind)),
             **self.batch_options(part),
-            **special_ids(tokenizer, self.kind),
         )
 
     def loss(self):

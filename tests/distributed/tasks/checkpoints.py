@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.datasets.batching import TranslationBatches
+from dtransformer.datasets import LengthBuckets, TranslationBatches
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
@@ -136,8 +136,7 @@ def shuffled_data():
     return TranslationBatches(
         *(ids, ids),
         batch_size=8,
-        num_buckets=1,
-        pad_to_bucket=True,
+        buckets=LengthBuckets(1, pad_to_bounds=True),
         pad_rows_to_multiple_of=2,
         shard_index=index,
         num_shards=count,

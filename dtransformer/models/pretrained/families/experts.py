@@ -1,30 +1,18 @@
-"""Config keys of experts, and the families Mixtral and Qwen3-MoE.
-
-Reference:
-    - [Jiang et al., 2024, Mixtral of experts](https://arxiv.org/abs/2401.04088)
-    - [Yang et al., 2025, Qwen3](https://arxiv.org/abs/2505.09388)
-"""
+"""Config keys of experts, and of the blocks that have them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 from dtransformer.errors import InputError
 from dtransformer.models.base import get_moe_config, value_or_default
-from dtransformer.models.pretrained.families.blocks import Blocks, Rotary, Windows
-from dtransformer.models.pretrained.families.family import Family, FileNames, llama_keys
-from dtransformer.models.pretrained.families.keys import (
-    Key,
-    epsilon,
-    kv_heads,
-    unsupported_argument,
-)
-from dtransformer.models.pretrained.families.llama import DEFAULT_IDS, QK_EPSILON
-from dtransformer.models.pretrained.families.weights import EXPERTS, GATED, llama_weights
+from dtransformer.models.pretrained.families.keys import Key, unsupported_argument
 from dtransformer.parallel.config.config import MoEConfig
 
 # Published models drop no token. The load is balanced within each sequence.
 _ALWAYS = {"dropless": True, "expert_group_size": 4096}
 _COEFFICIENT = "router_aux_loss_coef"
+# DeepSeek-V2's routing methods: experts of all groups, and of the chosen groups.
+_METHODS = "greedy", "group_limited_greedy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,35 +69,28 @@ class Experts:
         return {**fields, "output_router_logits": factor > 0, _COEFFICIENT: factor or self.aux_loss}
 
 
-# Config keys of DeepSeek -> fields of `MoEConfig`.
-_DEEPSEEK_KEYS = {
-    "n_routed_experts": "expert_num",
-    "num_experts_per_tok": "num_experts_chosen",
-    "moe_intermediate_size": "ffn_hidden_size",
-    "n_shared_experts": "shared_experts",
-    "routed_scaling_factor": "gate_scale",
-    "n_group": "routing_groups",
-    "topk_group": "routing_groups_chosen",
-    "norm_topk_prob": "normalizes_gates",
-}
+@dataclasses.dataclass(frozen=True)
+class GroupLimitedExperts(Experts):
+    """Row of DeepSeek-V2's experts. Only one routing method selects groups of experts."""
 
+    def from_hf(self, config: Mapping) -> dict:
+        """Return the arguments from a config; see `Row`.
 
-def deepseek_experts(
-    row: type[Experts] = Experts, fixed: Mapping | None = None, **defaults
-) -> Experts:
-    """Return the row for DeepSeek's experts, which have no load-balancing loss.
+        Raises:
+            InputError: If the routing method is unknown.
+        """
+        moe_config = super().from_hf(config)["moe_config"]
+        method = config.get("topk_method") or _METHODS[0]
+        if method not in _METHODS:
+            raise InputError(f"`topk_method` must be one of {', '.join(_METHODS)}, got {method!r}.")
+        if method == _METHODS[0]:
+            moe_config = dataclasses.replace(moe_config, routing_groups=1, routing_groups_chosen=1)
+        return {"moe_config": moe_config}
 
-    Args:
-        row: Class of the result.
-        fixed: Dict of fields of `MoEConfig` that are the same for the family.
-        **defaults: Config keys of the family with their defaults.
-    """
-    keys = (Key(key, _DEEPSEEK_KEYS[key], default) for key, default in defaults.items())
-    return row(tuple(keys), aux_loss=None, fixed=fixed or {})
-
-
-# Blocks for multi-token prediction follow the last block.
-NEXT_TOKEN_BLOCKS = FileNames(skipped=("model.layers.{num_layers}.",))
+    def to_hf(self, arguments: Mapping) -> dict:
+        """Return the config keys from network arguments; see `Row`."""
+        fields = super().to_hf(arguments)
+        return {**fields, "topk_method": _METHODS[fields["topk_group"] < fields["n_group"]]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +123,7 @@ class FirstDenseBlocks:
         return {"first_k_dense_replace": num_dense}
 
 
-class _QwenDenseBlocks:
+class QwenDenseBlocks:
     """Config keys of Qwen3-MoE's blocks without experts."""
 
     def from_hf(self, config: Mapping) -> list[bool]:
@@ -156,49 +137,3 @@ class _QwenDenseBlocks:
         """Return the config keys."""
         dense = [index for index, x in enumerate(has_experts) if not x]
         return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
-
-
-MIXTRAL = Family(
-    "MixtralForCausalLM",
-    keys=llama_keys(
-        kv_heads(8),
-        epsilon(1e-5),
-        Blocks(Rotary(1e6), Windows()),
-        Experts(
-            (
-                Key("num_local_experts", "expert_num", 8),
-                Key("num_experts_per_tok", "num_experts_chosen", 2),
-            )
-        ),
-    ),
-    weights=llama_weights(
-        feed_forward={
-            "block_sparse_moe.gate": "feed_forward/router",
-            "block_sparse_moe.experts.{e}.w1": "feed_forward/gate",
-            "block_sparse_moe.experts.{e}.w3": "feed_forward/mapping",
-            "block_sparse_moe.experts.{e}.w2": "feed_forward/projection",
-        }
-    ),
-    # `transformers` also multiplies the experts' inputs by this noise.
-    supported_values={"router_jitter_noise": 0.0},
-    ids=DEFAULT_IDS,
-)
-QWEN3_MOE = Family(
-    "Qwen3MoeForCausalLM",
-    keys=llama_keys(
-        QK_EPSILON,
-        kv_heads(4),
-        Blocks(dense_blocks=_QwenDenseBlocks()),
-        Experts(
-            (
-                Key("num_local_experts", "expert_num", 128, older="num_experts"),
-                Key("num_experts_per_tok", "num_experts_chosen", 8),
-                Key("moe_intermediate_size", "ffn_hidden_size", 768),
-                Key("norm_topk_prob", "normalizes_gates", False),
-            )
-        ),
-    ),
-    weights=llama_weights(feed_forward={**GATED, **EXPERTS}),
-    fixed={"qk_norm": "rms_norm"},
-    supported_values={"attention_bias": False, "use_sliding_window": False},
-)

@@ -14,21 +14,9 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.masked_lm import MaskedLM
-from dtransformer.models.pretrained.families.blocks import Blocks
-from dtransformer.models.pretrained.families.keys import (
-    HEADS,
-    Key,
-    Row,
-    epsilon,
-    head_dim,
-    hidden_act,
-    kv_heads,
-    replace_rows,
-    unsupported_argument,
-)
+from dtransformer.models.pretrained.families.keys import Row, unsupported_argument
 from dtransformer.models.pretrained.families.weights import (
     Table,
-    llama_weights,
     stored_tensors,
     with_rotary_order,
 )
@@ -75,28 +63,6 @@ _DEFAULT_ARGUMENTS = {
         EncoderDecoderLM, "head_bias", "max_length", "relative_ranges", "relative_max_distance"
     ),
 }
-SIZES = (
-    Key("hidden_size", "hidden_size"),
-    Key("num_hidden_layers", "num_layers"),
-    Key("intermediate_size", "ffn_hidden_size"),
-    Key("max_position_embeddings", "max_length"),
-    HEADS,
-)
-_LLAMA_KEYS = (
-    *SIZES,
-    kv_heads(),
-    head_dim(),
-    epsilon(1e-6),
-    Key("attention_dropout", "attention_dropout_rate", 0.0),
-    Key("tie_word_embeddings", "tied_head", False),
-    hidden_act(),
-    Blocks(),
-)
-
-
-def llama_keys(*changes: Row, without: tuple = ()) -> tuple[Row, ...]:
-    """Return Llama's table of config keys with changed rows; see `replace_rows`."""
-    return replace_rows(_LLAMA_KEYS, *changes, without=without)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +100,6 @@ class FileNames:
 class Family:
     """Model family of `transformers`: its config keys and weight names.
 
-    The defaults describe Llama.
-
     Args:
         architecture: Name of the class in `transformers`, including the pretraining head.
         keys: Table of config keys, a tuple of `Row`s.
@@ -147,17 +111,20 @@ class Family:
             features. Loading reorders them to the order of this library.
         network: Class of the networks.
         files: `FileNames`: exceptions from the table of weight names.
+        variants: Dict from arguments to tables of additional weight names, by the argument's
+            value. The table `"otherwise"` is for all other values.
     """
 
     architecture: str
-    keys: tuple[Row, ...] = _LLAMA_KEYS
-    weights: Table = dataclasses.field(default_factory=llama_weights)
+    keys: tuple[Row, ...]
+    weights: Table
     fixed: Mapping = dataclasses.field(default_factory=dict)
     supported_values: Mapping = dataclasses.field(default_factory=dict)
     ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     is_interleaved: bool = False
     network: type[TokenModel] = CausalLM
     files: FileNames = FileNames()
+    variants: Mapping[str, Mapping] = dataclasses.field(default_factory=dict)
 
     def from_hf(self, config: Mapping) -> dict:
         """Return the network arguments for a config.
@@ -214,7 +181,10 @@ class Family:
 
     def weight_names(self, arguments: Mapping) -> Table:
         """Return the table of weight names for a network's arguments."""
-        return self.weights
+        table = dict(self.weights)
+        for argument, tables in self.variants.items():
+            table |= tables.get(arguments[argument], tables["otherwise"])
+        return table
 
     def tensors(self, arguments: Mapping) -> list[StoredTensor]:
         """Return the `StoredTensor`s in a file of a network, with names without `prefix`."""
@@ -232,8 +202,8 @@ class Family:
     @property
     def head_name(self) -> str:
         """Name of the head's kernel."""
-        heads = ("head", "head/logits")
-        return next(f"{name}.weight" for name, path in self.weights.items() if path in heads)
+        heads = (("head",), ("head/logits",))
+        return next(f"{name}.weight" for name, x in self.weights.items() if x.paths in heads)
 
     @property
     def copies(self) -> set[str]:
@@ -278,6 +248,23 @@ class Family:
         """Return whether a file may contain a tensor that is not a weight of the network."""
         suffixes = self.files.ignored + self.files.position_tables
         return name in self.copies or name.endswith(suffixes)
+
+
+class BartFamily(Family):
+    """Family with BART's head bias, which files of models without a head lack."""
+
+    def adapt_to_file(self, arguments: dict, names: Collection[str]) -> dict:
+        """Return the network arguments, without the head's bias if the file has none."""
+        return {**arguments, "head_bias": "final_logits_bias" in names}
+
+
+class T5Family(Family):
+    """Family whose files may have a head although the config ties it to the table."""
+
+    def adapt_to_file(self, arguments: dict, names: Collection[str]) -> dict:
+        """Untie the head if a T5 1.1 file has one. Newer T5 1.1 configs wrongly tie it."""
+        has_head = not arguments["scales_output"] and self.head_name in names
+        return {**arguments, "tied_head": arguments["tied_head"] and not has_head}
 
 
 def _canonical_argument(arguments, name):

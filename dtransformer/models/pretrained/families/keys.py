@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtransformer.errors import InputError, short_repr
@@ -63,11 +63,11 @@ class Key:
     default: Any = _REQUIRED
     to_argument: Callable = lambda value: value
     to_config: Callable = lambda value: value
-    same: tuple[str, ...] = ()
+    same: Sequence[str] = ()
     takes_null: bool = False
     unset: Any = None
     older: str | None = None
-    equal_keys: tuple[str, ...] = ()
+    equal_keys: Sequence[str] = ()
     needs_equal_keys: bool = False
 
     @property
@@ -119,18 +119,6 @@ class Key:
         return self.to_config(value)
 
 
-def replace_rows(rows: tuple[Row, ...], *changes: Row, without: tuple = ()) -> tuple[Row, ...]:
-    """Return a table with changed rows.
-
-    Args:
-        rows: Tuple of rows.
-        *changes: Rows that replace all rows with the same arguments.
-        without: Names of arguments whose rows are removed.
-    """
-    replaced = {*without, *(name for row in changes for name in row.arguments)}
-    return (*(row for row in rows if not replaced & {*row.arguments}), *changes)
-
-
 def activation(name: str) -> str:
     """Return the Keras name of an activation in a published config.
 
@@ -156,19 +144,23 @@ def hf_activation(name: str) -> str:
     return config_names[name]
 
 
-def hidden_act(key: str = "hidden_act", default: str = "silu", **meanings: str) -> Key:
+def activation_key(
+    argument: str, key: str, default: str, meanings: Mapping[str, str] | None = None
+) -> Key:
     """Return the row of the feed-forward activation.
 
     Args:
+        argument: Name of the network argument.
         key: Config key.
         default: Default activation of a config without the key.
-        **meanings: Names in configs that mean other activations.
+        meanings: Dict from names in configs to the names of other activations that they mean.
     """
+    meanings = meanings or {}
 
     def to_argument(name):
         return activation(meanings.get(name, name))
 
-    return Key(key, "hidden_act", default, to_argument, hf_activation)
+    return Key(key, argument, default, to_argument, hf_activation)
 
 
 def unsupported_argument(name: str, value: object, supported: object) -> InputError:
@@ -186,12 +178,12 @@ def unsupported_argument(name: str, value: object, supported: object) -> InputEr
     )
 
 
-def choice(key: str, argument: str, default: Any, values: Mapping) -> Key:
+def choice(argument: str, key: str, default: Any, values: Mapping) -> Key:
     """Return a row with a fixed set of values.
 
     Args:
-        key: Config key.
         argument: Name of the network argument.
+        key: Config key.
         default: Default value in configs.
         values: Dict from values in configs to values of the argument.
     """
@@ -211,80 +203,71 @@ def choice(key: str, argument: str, default: Any, values: Mapping) -> Key:
     return Key(key, argument, default, to_argument, to_config)
 
 
-@dataclasses.dataclass(frozen=True)
-class PositionsAfterPadding:
-    """Row of learned positions that start after the padding id, as in RoBERTa.
+def parallel_residual(argument: str, default: bool, placement: str) -> Key:
+    """Return the row of a switch between parallel and sequential sublayers.
 
     Args:
-        length: Integer. Default number of positions.
-        default: Integer. Default padding id. Without it, the key is required.
-        counts_padding: Boolean. Whether the length in configs includes the positions before
-            the first used one.
+        argument: Name of the network argument.
+        default: Boolean. Value of a missing key.
+        placement: Placement of the norms of parallel sublayers.
     """
 
-    length: int
-    default: int | None = None
-    counts_padding: bool = False
-    arguments: tuple[str, ...] = ("position_offset", "max_length")
+    def to_argument(value):
+        return placement if value else None
 
-    def from_hf(self, config: Mapping) -> dict:
-        """Return the arguments from a config; see `Row`.
-
-        Raises:
-            InputError: If the config has no padding id.
-        """
-        pad_id = value_or_default(config.get("pad_token_id"), self.default)
-        if pad_id is None:
-            raise InputError("The field `pad_token_id` is missing. Positions start after it.")
-        length = value_or_default(config.get("max_position_embeddings"), self.length)
-        if self.counts_padding:
-            length -= pad_id + 1
-        return {"position_offset": pad_id + 1, "max_length": length}
-
-    def to_hf(self, arguments: Mapping) -> dict:
-        """Return the config keys from network arguments; see `Row`.
-
-        Raises:
-            InputError: If the positions do not start after the padding id.
-        """
-        offset = arguments["position_offset"]
-        pad_id = arguments["pad_id"]
-        if pad_id is None or offset != pad_id + 1:
-            expected = "pad_id + 1" if pad_id is None else pad_id + 1
-            raise unsupported_argument("position_offset", offset, expected)
-        length = arguments["max_length"]
-        return {"max_position_embeddings": length + offset if self.counts_padding else length}
+    to_config = {placement: True, None: False, "pre": False}.get
+    return Key("use_parallel_residual", argument, default, to_argument, to_config)
 
 
-def reciprocal(value: float) -> float:
-    """Return 1 / value."""
-    return 1 / value
+def reciprocal(argument: str, key: str, default: float) -> Key:
+    """Return the row of an argument whose reciprocal is in the config."""
+
+    def invert(value):
+        return 1 / value
+
+    return Key(key, argument, default, invert, invert)
 
 
-def epsilon(
-    default: float,
-    key: str = "rms_norm_eps",
-    same: tuple[str, ...] = (),
-    unset: float = 1e-6,
-) -> Key:
+def epsilon(argument: str, key: str, default: float, same: Sequence[str] = ()) -> Key:
     """Return the row of the constant that norms add to the variance.
 
     Args:
-        default: Default of a config without the key.
+        argument: Name of the network argument.
         key: Config key.
+        default: Default of a config without the key.
         same: Other arguments that the key sets, such as `qk_norm_epsilon`.
-        unset: Value that `None` means in a network.
     """
-    return Key(key, "norm_epsilon", default, same=same, unset=unset)
+
+    def default_epsilon(arguments):
+        return 1e-5 if arguments["norm"].startswith("layer_norm") else 1e-6
+
+    return Key(key, argument, default, same=same, unset=default_epsilon)
 
 
-def layer_norm_epsilon(default: float, key: str = "layer_norm_eps") -> Key:
-    """Return the row of the constant that layer norms add to the variance."""
-    return epsilon(default, key, unset=1e-5)
+def four_times(argument: str, key: str, size_key: str = "hidden_size") -> Key:
+    """Return the row of a size that is four times the hidden size by default.
+
+    Args:
+        argument: Name of the network argument.
+        key: Config key.
+        size_key: Config key of the hidden size.
+    """
+    return Key(
+        key,
+        argument,
+        lambda config: 4 * config[size_key],
+        unset=lambda arguments: 4 * arguments["hidden_size"],
+    )
 
 
-HEADS = Key("num_attention_heads", "num_heads")
-TIED = Key("tie_word_embeddings", "tied_head", True)
+def equal_by_default(argument: str, key: str, other_key: str) -> Key:
+    """Return the row of a config key that equals another key by default."""
+    return Key(key, argument, lambda config: config[other_key])
+
+
+def output_scale(argument: str, key: str) -> Key:
+    """Return the row of T5's scaling of outputs. By default, networks with tied tables scale them."""
+    return Key(key, argument, lambda config: config.get("tie_word_embeddings") is not False)
 
 
 def head_size(arguments: Mapping) -> int:
@@ -292,7 +275,7 @@ def head_size(arguments: Mapping) -> int:
     return arguments["hidden_size"] // arguments["num_heads"]
 
 
-def kv_heads(default: int | None = None) -> Key:
+def kv_heads(argument: str, default: int | None = None) -> Key:
     """Return the row of the number of key and value heads.
 
     A missing key means `default`, by default the number of query heads. Null means the latter.
@@ -305,13 +288,13 @@ def kv_heads(default: int | None = None) -> Key:
 
     return Key(
         "num_key_value_heads",
-        "num_kv_heads",
+        argument,
         number,
         unset=lambda arguments: arguments["num_heads"],
     )
 
 
-def head_dim(default: int | None = None) -> Key:
+def head_dim(argument: str, default: int | None = None) -> Key:
     """Return the row of the head size. A missing key means `default`, by default h / n."""
 
     def size(config):
@@ -319,13 +302,19 @@ def head_dim(default: int | None = None) -> Key:
             return default
         return config["hidden_size"] // config["num_attention_heads"]
 
-    return Key("head_dim", "head_dim", size, unset=head_size)
+    return Key("head_dim", argument, size, unset=head_size)
 
 
-def query_scale(key: str, default: float, is_square: bool = False) -> Key:
+def required_head_dim(argument: str, key: str) -> Key:
+    """Return the row of the head size of configs that always contain it."""
+    return Key(key, argument, unset=head_size)
+
+
+def query_scale(argument: str, key: str, default: float, is_square: bool = False) -> Key:
     """Return the row of the factor of queries. `None` means 1/√d in a network.
 
     Args:
+        argument: Name of the network argument.
         key: Config key.
         default: Default of a config without the key.
         is_square: Boolean. Whether the config contains an integer n that stands for 1/√n.
@@ -344,5 +333,37 @@ def query_scale(key: str, default: float, is_square: bool = False) -> Key:
         return n
 
     if not is_square:
-        return Key(key, "query_scale", default, unset=default_scale)
-    return Key(key, "query_scale", default, lambda n: n**-0.5, to_integer, unset=default_scale)
+        return Key(key, argument, default, unset=default_scale)
+    return Key(key, argument, default, lambda n: n**-0.5, to_integer, unset=default_scale)
+
+
+ROWS = {
+    "activation": activation_key,
+    "choice": choice,
+    "epsilon": epsilon,
+    "equal_by_default": equal_by_default,
+    "four_times": four_times,
+    "head_dim": head_dim,
+    "kv_heads": kv_heads,
+    "output_scale": output_scale,
+    "parallel_residual": parallel_residual,
+    "query_scale": query_scale,
+    "reciprocal": reciprocal,
+    "required_head_dim": required_head_dim,
+}
+
+
+def read_row(argument: str, options: Sequence | Mapping) -> Key:
+    """Return the row of an entry of `keys` in `families.yaml`.
+
+    Args:
+        argument: Name of the network argument.
+        options: A list `[key]` or `[key, default]`, or a dict of the arguments of `Key`, or of
+            the function of `ROWS` that `row` selects.
+    """
+    if isinstance(options, list):
+        key, *default = options
+        return Key(key, argument, *default)
+    options = dict(options)
+    row = ROWS[options.pop("row")] if "row" in options else Key
+    return row(argument=argument, **options)

@@ -12,9 +12,9 @@ from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.one_stack import OneStackModel, with_task_head
-from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.keys import Key, choice
-from dtransformer.models.pretrained.families.weights import stored_tensors
+from dtransformer.models.pretrained.families import FAMILIES, HEADS
+from dtransformer.models.pretrained.families.keys import Key, read_row
+from dtransformer.models.pretrained.families.weights import read_table, stored_tensors
 from dtransformer.models.pretrained.folder import read_pooling_head
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
@@ -75,71 +75,22 @@ class TaskHead:
         shapes = weight_shapes.layer_shapes(head, (None, None, 1))
         weights = {f"head/{path}": shape for path, shape in shapes.items()}
         names = {hf_name: f"head/{path}" for hf_name, path in self.dense.items()}
-        return stored_tensors(names, weights)
+        return stored_tensors(read_table(names), weights)
 
 
-def _heads(sequence, tokens="classifier", **options):
-    """Return the sequence and token heads of a family. `options` apply to the token head."""
-    return {
-        SEQUENCE: TaskHead(SequenceHead, **sequence),
-        TOKENS: TaskHead(TokenHead, {tokens: "classifier"}, **options),
-    }
+_LAYERS = {SEQUENCE: SequenceHead, TOKENS: TokenHead}
 
 
-def _first_token_head(pooler, classifier, activation="tanh"):
-    return {
-        "dense": {pooler: "pooler", classifier: "classifier"},
-        "arguments": {"pooling": "first", "hidden_act": activation},
-    }
+def _read_heads(heads):
+    """Return the task heads of an entry of `heads` in `families.yaml`."""
+    result = {}
+    for ending, options in heads.items():
+        fields = tuple(read_row(name, x) for name, x in options.get("fields", {}).items())
+        result[ending] = TaskHead(_LAYERS[ending], **{**options, "fields": fields})
+    return result
 
 
-_ROBERTA = _heads(_first_token_head("classifier.dense", "classifier.out_proj"))
-# Decoders classify the last token before the padding, without dropout. `score` has a bias only
-# for token classification.
-_LAST = {
-    "dense": {"score": "classifier"},
-    "arguments": {"pooling": "last", "use_bias": False},
-    "dropouts": (),
-}
-_RATES = ("classifier_dropout", "hidden_dropout")
-_DECODER = _heads(_LAST, "score", dropouts=_RATES)
-_MODERNBERT = {
-    "dense": {"head.dense": "pooler", "head.norm": "norm", "classifier": "classifier"},
-    "arguments": {"hidden_act": "gelu", "hidden_bias": False, "norm": "layer_norm_without_beta"},
-    "fields": (Key("norm_eps", "norm_epsilon", 1e-5),),
-    "dropouts": ("classifier_dropout",),
-    "default_dropout": 0.0,
-}
-_POOLING = choice("classifier_pooling", "pooling", "cls", {"cls": "first", "mean": "mean"})
-_HEADS_BY_KIND = {
-    # `transformers` has no token classification for these families.
-    **{
-        kind: {SEQUENCE: _DECODER[SEQUENCE]}
-        for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "opt")
-    },
-    **{kind: _heads(_LAST, dropouts=_RATES) for kind in ("gpt2", "gpt_neox", "falcon")},
-    # `transformers` has no task heads for these families.
-    **{kind: {} for kind in ("granite", "olmoe", "glm4_moe")},
-    **{kind: {} for kind in ("cohere", "cohere2", "ernie4_5")},
-    "bert": _heads(_first_token_head("bert.pooler.dense", "classifier")),
-    "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
-    "camembert": _ROBERTA,
-    "distilbert": _heads(
-        {
-            **_first_token_head("pre_classifier", "classifier", "relu"),
-            "dropouts": ("seq_classif_dropout",),
-            "default_dropout": 0.2,
-        },
-        dropouts=("dropout",),
-    ),
-    "modernbert": {
-        SEQUENCE: TaskHead(
-            SequenceHead, **{**_MODERNBERT, "fields": (*_MODERNBERT["fields"], _POOLING)}
-        ),
-        TOKENS: TaskHead(TokenHead, **_MODERNBERT),
-    },
-}
+_HEADS_BY_KIND = {kind: _read_heads(heads) for kind, heads in HEADS.items()}
 
 
 def task_heads(kind: str) -> Mapping[str, TaskHead]:
@@ -148,9 +99,8 @@ def task_heads(kind: str) -> Mapping[str, TaskHead]:
     Args:
         kind: `model_type` of the family, a key of `FAMILIES`.
     """
-    return _HEADS_BY_KIND.get(
-        kind, _DECODER if issubclass(FAMILIES[kind].network, CausalLM) else {}
-    )
+    is_decoder = issubclass(FAMILIES[kind].network, CausalLM)
+    return _HEADS_BY_KIND.get(kind, _HEADS_BY_KIND["decoder"] if is_decoder else {})
 
 
 def with_stored_head(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:

@@ -14,10 +14,6 @@ from collections.abc import Mapping
 from dtransformer.block_forms import Latent
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
-# Paths of fused tensors.
-QUERY_KEY_VALUE = "attention/query", "attention/key", "attention/value"
-GATE_MAPPING = "feed_forward/gate", "feed_forward/mapping"
-
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
@@ -35,89 +31,35 @@ class Weights:
     layout: str = "outputs_first"
 
 
-Table = Mapping[str, str | tuple[str, ...] | Weights]
+Table = Mapping[str, Weights]
 
 
-def products(pattern: str, *hf_names: str, path: str = "attention") -> dict[str, str]:
-    """Return the table of an attention layer's four products.
-
-    Args:
-        pattern: Pattern of the names in `transformers`.
-        *hf_names: Texts for `{}` in the pattern: queries, keys, values and output.
-        path: Path of the attention layer.
-
-    Example:
-
-    >>> products("self_attn.{}_proj", *"qkvo")["self_attn.q_proj"]
-    'attention/query'
-    """
-    names = zip(hf_names, ("query", "key", "value", "output"), strict=True)
-    return {pattern.format(hf_name): f"{path}/{name}" for hf_name, name in names}
-
-
-def blocks(hf_prefix: str, *tables: Table, path: str = "blocks/block_{i}/") -> dict[str, Weights]:
-    """Return the table of all blocks.
+def read_table(table: Mapping, in_stacks: bool = False) -> dict[str, Weights]:
+    """Return the table of weight names of an entry of `families.yaml`.
 
     Args:
-        hf_prefix: Prefix of the names in a block, with `{i}`.
-        *tables: Tables of names and paths in a block.
-        path: Prefix of the paths in a block.
+        table: Dict from names to a path, a list of paths, or a dict `{layout: paths}`. A name that
+            ends with a dot is the prefix of the names in block `{i}`, and its value their dict.
+        in_stacks: Boolean. Whether the network has an encoder and a decoder. Defaults to `False`.
     """
     result = {}
-    for table in tables:
-        for name, value in table.items():
-            weights = _as_weights(value)
-            paths = tuple(path + x for x in weights.paths)
-            result[hf_prefix + name] = dataclasses.replace(weights, paths=paths)
+    for name, value in table.items():
+        if not name.endswith("."):
+            result[name] = _read_weights(value)
+            continue
+        stack = f"transformer/{name.partition('.')[0]}" if in_stacks else "blocks"
+        for inner_name, inner_value in value.items():
+            weights = _read_weights(inner_value)
+            paths = tuple(f"{stack}/block_{{i}}/{path}" for path in weights.paths)
+            result[name + inner_name] = dataclasses.replace(weights, paths=paths)
     return result
 
 
-ATTENTION = products("self_attn.{}_proj", *"qkvo")
-FUSED_ATTENTION = {"self_attn.qkv_proj": QUERY_KEY_VALUE, "self_attn.o_proj": "attention/output"}
-GATED = {
-    "mlp.gate_proj": "feed_forward/gate",
-    "mlp.up_proj": "feed_forward/mapping",
-    "mlp.down_proj": "feed_forward/projection",
-}
-FUSED_GATED = {"mlp.gate_up_proj": GATE_MAPPING, "mlp.down_proj": "feed_forward/projection"}
-EXPERTS = {
-    "mlp.gate": "feed_forward/router",
-    "mlp.experts.{e}.gate_proj": "feed_forward/gate",
-    "mlp.experts.{e}.up_proj": "feed_forward/mapping",
-    "mlp.experts.{e}.down_proj": "feed_forward/projection",
-}
-DEEPSEEK_EXPERTS = {
-    **GATED,
-    **EXPERTS,
-    "mlp.gate.e_score_correction_bias": "feed_forward/router/bias",
-    "mlp.shared_experts.gate_proj": "feed_forward/shared_experts/gate",
-    "mlp.shared_experts.up_proj": "feed_forward/shared_experts/mapping",
-    "mlp.shared_experts.down_proj": "feed_forward/shared_experts/projection",
-}
-NORMS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "feed_forward_norm",
-    "self_attn.q_norm": "attention/query_norm",
-    "self_attn.k_norm": "attention/key_norm",
-}
-
-
-def llama_weights(
-    norms: Table = NORMS, attention: Table = ATTENTION, feed_forward: Table = GATED
-) -> dict[str, str | Weights]:
-    """Return the table of a family with Llama's names.
-
-    Args:
-        norms: Table of the norms in a block.
-        attention: Table of the other weights of attention.
-        feed_forward: Table of the feed-forward layer or the experts.
-    """
-    return {
-        "model.embed_tokens.weight": "embedding/table",
-        "model.norm": "blocks/final_norm",
-        "lm_head": "head",
-        **blocks("model.layers.{i}.", norms, attention, feed_forward),
-    }
+def _read_weights(value):
+    layout = "outputs_first"
+    if isinstance(value, Mapping):
+        ((layout, value),) = value.items()
+    return Weights((value,) if isinstance(value, str) else tuple(value), layout)
 
 
 # Endings of a path -> endings of the tensor's name.
@@ -156,8 +98,7 @@ def _expand_blocks(table, shapes):
     """Return a table as a list of rows, with one row per block for names with `{i}`."""
     num_blocks = _count_blocks(shapes)
     rows = []
-    for name, value in table.items():
-        weights = _as_weights(value)
+    for name, weights in table.items():
         stack = weights.paths[0].partition("{i}")[0]
         indices = range(num_blocks.get(stack, 0)) if "{i}" in name else range(1)
         for index in map(str, indices):
@@ -165,12 +106,6 @@ def _expand_blocks(table, shapes):
             expanded = dataclasses.replace(weights, paths=paths)
             rows.append((name.replace("{i}", index), expanded))
     return rows
-
-
-def _as_weights(value):
-    if isinstance(value, Weights):
-        return value
-    return Weights((value,) if isinstance(value, str) else tuple(value))
 
 
 def _count_blocks(shapes):
