@@ -1,7 +1,7 @@
 """Compile forward and backward passes for an H100 without a GPU; print one line of JSON each.
 
     make bench-compiled
-    python benchmarks/gpu_compiled.py [--networks gpt_355m,...] [--rows 20] [--recompute]
+    python benchmarks/gpu_compiled.py [--networks gpt_355m,...] [--rows 20] [--recompute] [--update]
 
 TensorFlow exports the module that XLA would compile. XLA from JAX's packages compiles this module, and
 a JAX network of the same sizes, for the GPU. The make target installs these packages in a separate
@@ -34,7 +34,9 @@ def parse_arguments():
     parser.add_argument("--recompute", action="store_true", help="add runs with recomputed blocks")
     parser.add_argument("--dropout", type=float, default=0.0, help="dropout rate of our network")
     parser.add_argument("--rows", type=int, default=0, help="number of slowest places to print")
+    parser.add_argument("--update", action="store_true", help="add the optimizer updates")
     parser.add_argument("--export", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--export-update", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -101,6 +103,34 @@ def export(path, name, attention, recompute, dropout):
     pathlib.Path(path).write_bytes(module)
 
 
+def export_update(path, name):
+    """Write the XLA module of a network's gradient norm, clipping and AdamW update."""
+    import keras
+    import tensorflow as tf
+
+    import dtransformer
+    from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
+    from dtransformer.trainers.step_runner import StepCompiler
+
+    dtransformer.init()
+    network = make_network(0.0, attention="auto", **NETWORKS[name])
+    network.build()
+    weights = network.trainable_variables
+    optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0)
+    compiler = StepCompiler(jit_compile=True)
+    optimizer_step = ShardedOptimizer(optimizer, weights, [None] * len(weights), compiler)
+
+    def update(*gradients):
+        gradients, values, norm, _ = optimizer_step.reduce_and_clip(list(gradients))
+        optimizer_step.apply(gradients, values, norm)
+        return norm
+
+    specs = [tf.TensorSpec(weight.shape, "float32") for weight in weights]
+    update = tf.function(update, jit_compile=True, autograph=False)
+    module = update.experimental_get_compiler_ir(*specs)(stage="hlo_serialized")
+    pathlib.Path(path).write_bytes(module)
+
+
 def print_summary(text, memory, rows, **description):
     sizes = {f"{name}_GB": round(num_bytes / 1e9, 2) for name, num_bytes in memory.items()}
     print(json.dumps({**description, **summary(parse_kernels(text), rows), **sizes}), flush=True)
@@ -116,10 +146,28 @@ def run(command, description):
     return json.loads(lines[-1]) if lines else {}
 
 
+def run_updates(name, jax):
+    """Print the update of our library and the update of JAX."""
+    out = str(_FOLDER / f"{name}-update.pb")
+    description = {"network": name, "by": "ours", "part": "update"}
+    if run([sys.executable, __file__, "--export-update", out, name], description) is not None:
+        memory = run([*jax, "hlo", out], description)
+        if memory is not None:
+            print_summary(pathlib.Path(out + ".txt").read_text(), memory, 0, **description)
+    description["by"] = "JAX"
+    out = str(_FOLDER / f"{name}-update-jax.txt")
+    memory = run([*jax, "update", name, out], description)
+    if memory is not None:
+        print_summary(pathlib.Path(out).read_text(), memory, 0, **description)
+
+
 def main():
     arguments = parse_arguments()
     if arguments.export:
         export(*arguments.export)
+        return
+    if arguments.export_update:
+        export_update(*arguments.export_update)
         return
     _FOLDER.mkdir(parents=True, exist_ok=True)
     folder = pathlib.Path(arguments.environment)
@@ -151,6 +199,8 @@ def main():
             memory = run([*jax, "network", name, attention, out], description)
             if memory is not None:
                 print_summary(pathlib.Path(out).read_text(), memory, arguments.rows, **description)
+        if arguments.update:
+            run_updates(name, jax)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
     python -m benchmarks.compiled.by_jax hlo FILE
     python -m benchmarks.compiled.by_jax network NAME xla|cudnn OUT
+    python -m benchmarks.compiled.by_jax update NAME OUT
     python -m benchmarks.compiled.by_jax calls tests/layers/jax_cudnn_calls.json
 
-The first command compiles a module that TensorFlow exported. The first two write the optimized module
-as text (FILE.txt or OUT) and print its memory in bytes as JSON. benchmarks/gpu_compiled.py runs this
-file in a separate environment. The third command updates JAX's calls of cuDNN attention in a JSON file.
+The first command compiles a module that TensorFlow exported, the second a network's loss and
+gradients, and the third an AdamW update with clipping. They write the optimized module as text (FILE.txt
+or OUT) and print its memory in bytes as JSON. benchmarks/gpu_compiled.py runs this file in a separate
+environment. The last command updates JAX's calls of cuDNN attention in a JSON file of cases.
 """
 
 import json
 import math
 import pathlib
+import re
 import runpy
 import sys
 
@@ -45,6 +48,8 @@ def report(text, memory, path):
 def compile_hlo(path):
     computation = xla_client.XlaComputation(pathlib.Path(path).read_bytes())
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
+    # The conversion to StableHLO rejects copies, and XLA removes barriers.
+    text = re.sub(r'("?)mhlo\.copy\b', r"\1mhlo.optimization_barrier", str(text))
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
     h100, options = device(), xla_client.CompileOptions()
@@ -233,18 +238,44 @@ def update_calls(path):
 def compile_network(name, implementation, path):
     replace_gpu_queries()
     network = Network(implementation=implementation, **NETWORKS[name])
+    ids = jax.ShapeDtypeStruct((network.rows, network.length), jnp.int32)
+    compile_function(jax.jit(jax.value_and_grad(network.loss)), (network.weights, ids, ids), path)
+
+
+def compile_update(name, path):
+    weights = Network(implementation="cudnn", **NETWORKS[name]).weights
+    step = jax.ShapeDtypeStruct((), jnp.float32)
+    function = jax.jit(adamw, donate_argnums=(0, 1, 2))
+    compile_function(function, (weights, weights, weights, weights, step), path)
+
+
+def adamw(weights, means, squares, gradients, step):
+    """Return new weights, first moments and second moments."""
+    norm = jnp.sqrt(sum(jnp.square(x).sum() for x in jax.tree.leaves(gradients)))
+    factor = 1.0 / jnp.maximum(norm, 1.0)
+    rate = 1e-3 * jnp.sqrt(1.0 - 0.999**step) / (1.0 - 0.9**step)
+
+    def update(w, m, v, g):
+        g *= factor
+        m += (g - m) * 0.1
+        v += (g * g - v) * 0.001
+        return w - 4e-6 * w - rate * m / (jnp.sqrt(v) + 1e-7), m, v
+
+    return jax.tree.map(update, weights, means, squares, gradients)
+
+
+def compile_function(function, arguments, path):
     single_device = jax.sharding.SingleDeviceSharding(device())
 
     def on_card(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=single_device)
 
-    ids = jax.ShapeDtypeStruct((network.rows, network.length), jnp.int32)
-    arguments = jax.tree.map(on_card, (network.weights, ids, ids))
-    traced = jax.jit(jax.value_and_grad(network.loss)).trace(*arguments)
+    traced = function.trace(*jax.tree.map(on_card, arguments))
     program = traced.lower(lowering_platforms=("cuda",)).compile()
     report(program.as_text(), program.memory_analysis(), path)
 
 
 if __name__ == "__main__":
-    commands = {"hlo": compile_hlo, "network": compile_network, "calls": update_calls}
+    commands = {"hlo": compile_hlo, "network": compile_network, "update": compile_update}
+    commands["calls"] = update_calls
     commands[sys.argv[1]](*sys.argv[2:])

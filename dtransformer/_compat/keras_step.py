@@ -163,6 +163,35 @@ def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) ->
     return {"_learning_rate": product}
 
 
+def shared_weight_decay(optimizer: keras.optimizers.Optimizer) -> dict:
+    """Return attributes for `patched` that compute the rate of weight decay once for all weights.
+
+    The dict is empty if the optimizer's class overrides weight decay. Unnecessary if Keras multiplied
+    two scalars instead of multiplying each weight twice.
+    """
+    if type(optimizer)._apply_weight_decay is not keras.optimizers.Optimizer._apply_weight_decay:
+        return {}
+
+    def decay(variables):
+        if optimizer.weight_decay is None:
+            return
+        rate = keras.ops.multiply(optimizer.learning_rate, optimizer.weight_decay)
+        for variable in variables:
+            if optimizer._use_weight_decay(variable):
+                variable.assign_sub(variable * keras.ops.cast(rate, variable.dtype))
+
+    return {"_apply_weight_decay": decay}
+
+
+def adam_moments(optimizer: keras.optimizers.Adam, variable) -> tuple:
+    """Return the first and the second moment of a variable, two Keras variables.
+
+    Unnecessary if they were public.
+    """
+    index = optimizer._get_variable_index(variable)
+    return optimizer._momentums[index], optimizer._velocities[index]
+
+
 def get_moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
     """Return a built optimizer's moving averages, or an empty list without `use_ema`.
 

@@ -145,6 +145,24 @@ def test_averaged_weights_match_the_ema_formula():
             np.testing.assert_array_equal(value, before)
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_adam_is_close_to_adam_in_64_bits(jit_compile):
+    """Keras' own update is 1.6e-7 away, because it rounds `1 - beta_2` and powers separately."""
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    trainer = Trainer(keras.Sequential([keras.Input((500,)), layer]))
+    trainer.compile(keras.optimizers.Adam(1e-3), lambda _, y: y, jit_compile=jit_compile)
+    value = first = second = np.zeros(500)
+    rng = np.random.default_rng(0)
+    for step in range(1, 41):
+        gradient = rng.normal(size=500).astype("float32")
+        trainer.train_on_batch(gradient[None], np.zeros((1, 1)))
+        first = first + (gradient - first) * 0.1
+        second = second + (gradient.astype("float64") ** 2 - second) * 0.001
+        rate = 1e-3 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+        value = value - rate * first / (np.sqrt(second) + 1e-7)
+    np.testing.assert_allclose(layer.kernel[:, 0], value, rtol=0, atol=6e-8)
+
+
 @pytest.mark.parametrize(
     "keys, max_elements, expected",
     [

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.trainers.optimizer.adam_step import AdamStep, is_adam
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.stochastic_rounding import round_to_bfloat16
 from dtransformer.trainers.optimizer.update_calls import GroupedUnit, plan_calls
@@ -29,6 +30,7 @@ class GroupedUpdate:
     Call arguments:
         gradients: List of tensors, one per parameter.
         values: List of tensors. Current values of the `ParameterProxy`s.
+        factor: Float32 scalar that multiplies the gradients. `None` means 1.
 
     Returns:
         List of tensors. New values of the `ParameterProxy`s.
@@ -56,7 +58,7 @@ class GroupedUpdate:
         ]
         self._calls = plan_calls(self._units)
 
-    def __call__(self, gradients, values):
+    def __call__(self, gradients, values, factor):
         self._drop_outdated_functions()
         passed_values = iter(values)
         values = [
@@ -75,6 +77,7 @@ class GroupedUpdate:
                     [unit.state_values for unit in units],
                     [_random_numbers(unit) for unit in units],
                     scalars,
+                    factor,
                 )
                 function = self._function(units, arguments)
                 with tf.device(device), tf.control_dependencies(last):
@@ -122,7 +125,7 @@ class GroupedUpdate:
                 self._functions[key] = traced.get_concrete_function(*specs)
         return self._functions[key]
 
-    def _update(self, units, gradients, values, states, numbers, scalars):
+    def _update(self, units, gradients, values, states, numbers, scalars, factor):
         """Update values and states of units while a function is traced.
 
         Args:
@@ -132,6 +135,7 @@ class GroupedUpdate:
             states: List with the list of state variables of each unit.
             numbers: List with the numbers of each unit's random bits; see `_random_numbers`.
             scalars: List of tensors. Values of `self._scalars`, and the keys of random bits.
+            factor: Scalar that multiplies the gradients, or `None`.
 
         Returns:
             A tuple: the new values of the `ParameterProxy`s, and a scalar that is computed last.
@@ -144,7 +148,7 @@ class GroupedUpdate:
             for tensor in unit_numbers:
                 halves = unit.bits.halves(tensor, scalars[-1], len(rounded))
                 bits.update(zip(map(id, rounded), halves))
-        rows = list(zip(units, gradients, states))
+        rows = list(zip(units, scaled(gradients, factor), states))
         for group in dict.fromkeys(unit.group for unit in units):
             group_rows = [row for row in rows if row[0].group == group]
             self._update_group(group, group_rows, scalars, bits)
@@ -177,12 +181,15 @@ class GroupedUpdate:
             scope.add_update((state, value))
         settings = self._attributes | _compat.average_only(self._optimizer, indices, proxies)
         settings |= _group_settings(self._optimizer, group)
+        settings |= _compat.shared_weight_decay(self._optimizer)
         with (
             scope,
             _compat.patched(self._optimizer, **settings),
             _compat.declared_dtype(rounded, "float32"),
         ):
-            self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
+            step = {"update_step": AdamStep(self._optimizer)} if is_adam(self._optimizer) else {}
+            with _compat.patched(self._optimizer, **step):
+                self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
         for state, variable in pairs:
             value = scope.get_current_value(state)
             if id(state) in bits:
@@ -190,6 +197,13 @@ class GroupedUpdate:
             # Keras assigns averages to the scope instead of the variable.
             elif value is not variable:
                 variable.assign(value)
+
+
+def scaled(gradients, factor):
+    """Return gradients multiplied by a scalar. `None` means 1."""
+    if factor is None:
+        return gradients
+    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
 
 
 def _random_numbers(unit):

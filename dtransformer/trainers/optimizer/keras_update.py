@@ -5,7 +5,7 @@ from functools import partial
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.trainers.optimizer.grouped_update import GroupedUpdate
+from dtransformer.trainers.optimizer.grouped_update import GroupedUpdate, scaled
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.states import unit_states
 
@@ -32,7 +32,8 @@ def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
 
     Returns:
         A function of the units' gradients and of the values of their `ParameterProxy`s, two lists
-        of tensors. It returns the new values of the `ParameterProxy`s.
+        of tensors, and of a scalar that multiplies the gradients, or `None`. It returns the new
+        values of the `ParameterProxy`s.
 
     Raises:
         ValueError: If shared functions are not possible, and a weight has an `UpdateGroup`, states
@@ -65,13 +66,13 @@ def keras_update(optimizer, units, run_eagerly, jit_compile, rounding=None):
     return partial(_update_together, optimizer, parameters, attributes)
 
 
-def _update_together(optimizer, parameters, attributes, gradients, values):
+def _update_together(optimizer, parameters, attributes, gradients, values, factor):
     proxies = [parameter for parameter in parameters if isinstance(parameter, ParameterProxy)]
     for proxy, value in zip(proxies, values, strict=True):
         proxy.bind(value)
     if parameters:
         with _compat.patched(optimizer, **attributes):
-            optimizer.apply(gradients, parameters)
+            optimizer.apply(scaled(gradients, factor), parameters)
     else:
         # Keras counts no step without gradients, as in a pipeline stage of frozen weights.
         optimizer.iterations.assign_add(1)

@@ -6,6 +6,7 @@ communication are in `reduction.py`.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,10 @@ import keras
 import tensorflow as tf
 
 from dtransformer.parallel.tracing import trace
+
+# Maximum number of elements of a gradient that is copied, so that one operation measures all gradients
+# of its size.
+_MAX_STACKED = 2**16
 
 
 @dataclasses.dataclass
@@ -111,8 +116,10 @@ class OptimizerStep:
 
     Args:
         phases: List of functions of a `StepData`.
-        update: Function of the gradients of units and of the values of `ParameterProxy`s that
-            returns the new values of the latter; see `keras_update`.
+        clip_factor: Function that returns the factor on gradients for the norm of all gradients; see
+            `global_clip_factor`.
+        update: Function of the gradients of units, of the values of `ParameterProxy`s and of a factor
+            that returns the new values of the latter; see `keras_update`.
         store: Function that stores these values, or `None` if the update assigns all weights.
         loss_scale: `LossScale`.
         guard: `StepGuard`, or `None`.
@@ -120,6 +127,7 @@ class OptimizerStep:
     """
 
     phases: list
+    clip_factor: Callable
     update: Callable
     store: Callable | None
     loss_scale: LossScale
@@ -127,7 +135,7 @@ class OptimizerStep:
     communication: Callable
 
     def reduce_and_clip(self, gradients, factor=None):
-        """Reduce, unscale and clip the gradients of a step.
+        """Reduce, unscale and clip the gradients of a step. `apply` clips by `global_clipnorm`.
 
         Args:
             gradients: List of tensors, as an engine returns them.
@@ -154,7 +162,7 @@ class OptimizerStep:
         # Weight decay reads no gradient. Without this dependency it would also run in a step that
         # fails because the data has ended.
         with tf.control_dependencies([norm]):
-            update = partial(self._update_weights, gradients, values)
+            update = partial(self._update_weights, gradients, values, norm)
             if self.loss_scale.is_used:
                 update = partial(self.loss_scale.run, norm, update)
             if self.guard is None:
@@ -162,9 +170,9 @@ class OptimizerStep:
             else:
                 self.guard.run(norm, update)
 
-    def _update_weights(self, gradients, values):
+    def _update_weights(self, gradients, values, norm):
         with self.communication():
-            new_values = self.update(gradients, values)
+            new_values = self.update(gradients, values, self.clip_factor(norm))
             if self.store is not None:
                 self.store(new_values)
 
@@ -214,11 +222,24 @@ def square_norms(tensors, devices):
         tensors: List of tensors.
         devices: List with the device that measures each tensor.
     """
+    large = []
     halves = []
-    for tensor, device in zip(tensors, devices):
+    by_shape = {}
+    for i, (tensor, device) in enumerate(zip(tensors, devices)):
+        if math.prod(tensor.shape) <= _MAX_STACKED:
+            by_shape.setdefault((device, tuple(tensor.shape)), []).append(i)
+            continue
+        large.append(i)
         with tf.device(device):
             halves.append(tf.nn.l2_loss(tf.cast(tensor, "float32")))  # Half of the square.
-    return 2.0 * tf.stack(halves) if halves else tf.zeros([0])
+    squares = [2.0 * tf.stack(halves) if halves else tf.zeros([0])]
+    for (device, shape), positions in by_shape.items():
+        with tf.device(device):
+            stacked = tf.cast(tf.stack([tensors[i] for i in positions]), "float32")
+            squares.append(tf.reduce_sum(tf.square(stacked), range(1, len(shape) + 1)))
+    order = [*large, *itertools.chain(*by_shape.values())]
+    ranks = sorted(range(len(order)), key=order.__getitem__)
+    return tf.gather(tf.concat(squares, 0), tf.constant(ranks, "int32"))
 
 
 def measure_norm(shards, sum_over_stages, layers, data):
@@ -245,22 +266,35 @@ def measure_norm(shards, sum_over_stages, layers, data):
 
 
 def clip(optimizer, shards, data):
-    """Clip gradients by the optimizer's `clipvalue`, `clipnorm` or `global_clipnorm`.
+    """Clip gradients by the optimizer's `clipvalue` or `clipnorm`.
 
-    `clipnorm` uses the norm of a weight's full gradient.
+    `clipnorm` uses the norm of a weight's full gradient. For `global_clipnorm`, see
+    `global_clip_factor`.
     """
     if optimizer.clipvalue:
         limit = optimizer.clipvalue
         data.gradients = [tf.clip_by_value(x, -limit, limit) for x in data.gradients]
-        return
-    limit = optimizer.clipnorm or optimizer.global_clipnorm
-    if not limit or not shards:
-        return
-    if optimizer.clipnorm:
+    elif optimizer.clipnorm and shards:
+        limit = optimizer.clipnorm
         weights = [shard.weight_index for shard in shards]
         squares = tf.math.unsorted_segment_sum(data.square_norms, weights, max(weights) + 1)
         norms = tf.gather(tf.sqrt(squares), weights)
         factors = tf.unstack(limit / tf.maximum(norms, limit))
-    else:
-        factors = [limit / tf.maximum(data.norm, limit)] * len(shards)
-    data.gradients = [x * tf.cast(factor, x.dtype) for x, factor in zip(data.gradients, factors)]
+        pairs = zip(data.gradients, factors)
+        data.gradients = [x * tf.cast(factor, x.dtype) for x, factor in pairs]
+
+
+def global_clip_factor(optimizer, norm):
+    """Return the factor on all gradients for the optimizer's `global_clipnorm`, or `None` for 1.
+
+    The functions of the update multiply by it, so that XLA does not store scaled gradients.
+
+    Args:
+        optimizer: Keras optimizer.
+        norm: Float32 scalar. Norm of all gradients.
+    """
+    limit = optimizer.global_clipnorm
+    # Keras clips the sum of accumulated gradients, and reads `clipvalue` and `clipnorm` first.
+    if optimizer.gradient_accumulation_steps or optimizer.clipvalue or optimizer.clipnorm:
+        return None
+    return limit / tf.maximum(norm, limit) if limit else None

@@ -63,6 +63,11 @@ class ParameterProxy:
         return tf.convert_to_tensor(self)
 
     @property
+    def bound(self):
+        """The tensor or the variable that was passed to `bind`, or the tensor assigned since then."""
+        return self._value
+
+    @property
     def ndim(self):
         """Number of dimensions."""
         return self.shape.rank
@@ -82,17 +87,27 @@ class ParameterProxy:
         return value
 
     def assign(self, value):
-        value = tf.reshape(tf.cast(value, self.dtype), self.shape)
+        value = self._converted(value)
         if isinstance(self._value, tf.Variable):
             self._value.assign(value)
         else:
             self._value = value
 
     def assign_add(self, value):
-        self.assign(self._value + tf.cast(value, self.dtype))
+        if isinstance(self._value, tf.Variable):
+            self._value.assign_add(self._converted(value))
+        else:
+            self.assign(self._value + tf.cast(value, self.dtype))
 
     def assign_sub(self, value):
-        self.assign(self._value - tf.cast(value, self.dtype))
+        if isinstance(self._value, tf.Variable):
+            self._value.assign_sub(self._converted(value))
+        else:
+            self.assign(self._value - tf.cast(value, self.dtype))
+
+    def _converted(self, value):
+        value = tf.cast(value, self.dtype)
+        return value if value.shape == self.shape else tf.reshape(value, self.shape)
 
     def __tf_tensor__(self, dtype=None, name=None):
         if self._value is None:

@@ -96,6 +96,7 @@ class ShardedOptimizer(OptimizerStep):
         self._store_values = partial(store, self._units, positions)
         super().__init__(
             phases=[*self._reduction_phases(positions), *self._norm_phases(loss_scale)],
+            clip_factor=partial(phases.global_clip_factor, self._optimizer),
             update=keras_update(
                 self._optimizer,
                 self.units,

@@ -14,7 +14,7 @@ from dtransformer.trainers.optimizer.stochastic_rounding import is_rounded
 
 # Maximum number of elements that a call updates, unless one unit has more. A compiled call keeps
 # the old and the new values of all its units in memory.
-_MAX_ELEMENTS = 2**22
+_MAX_ELEMENTS = 2**24
 
 
 def grouped_calls(keys, sizes, max_size):
