@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
+from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.batch_fingerprints import FINGERPRINTS, fingerprint_table
 from dtransformer.trainers.engines import make_forward_backward
@@ -40,6 +41,7 @@ class Step:
         self.metrics = metrics
         self.expert_loads = ExpertLoads()
         self._num_micro_batches = get_parallel_config().micro_batch_num
+        self._is_one_part = self._num_micro_batches * job.data_shard()[1] == 1
         reduction = optimizer_step.reduce_micro_batch
         self._forward_backward = make_forward_backward(forward, engine, reduction, compiler)
         self._fingerprints = compiler.compile_part(fingerprint_table)
@@ -71,7 +73,7 @@ class Step:
             ranks' batch fingerprints.
         """
         local_batch = self._local_batch(batch, sharding, self._num_micro_batches)
-        first_rows = sharding.first_rows(batch, self._num_micro_batches)
+        first_rows = self._first_rows(batch, sharding)
         scalars = self._step_scalars(*local_batch, first_rows)
         gradients, outputs, sums = self._forward_backward(*local_batch, scalars)
         metric_inputs = self._metric_inputs(local_batch, outputs)
@@ -104,6 +106,12 @@ class Step:
             with tf.init_scope():
                 self._states.probe(self._forward.network, self._forward.objective, inputs, labels)
         return local_batch
+
+    def _first_rows(self, batch, sharding):
+        """Return `StepScalars.first_rows`."""
+        if self._is_one_part:
+            return tf.zeros([1], INDEX_TYPE)
+        return sharding.first_rows(batch, self._num_micro_batches)
 
     def _step_scalars(self, inputs, labels, sample_weight, first_rows):
         return StepScalars(

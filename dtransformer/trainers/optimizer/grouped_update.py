@@ -6,7 +6,6 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.trainers.optimizer.adam_step import AdamStep, is_adam
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.stochastic_rounding import round_to_bfloat16
 from dtransformer.trainers.optimizer.update_calls import GroupedUnit, plan_calls
@@ -187,7 +186,7 @@ class GroupedUpdate:
             _compat.patched(self._optimizer, **settings),
             _compat.declared_dtype(rounded, "float32"),
         ):
-            step = {"update_step": AdamStep(self._optimizer)} if is_adam(self._optimizer) else {}
+            step = _compat.shared_adam_step(self._optimizer)
             with _compat.patched(self._optimizer, **step):
                 self._optimizer.apply([gradient for _, gradient, _ in rows], proxies)
         for state, variable in pairs:
