@@ -184,17 +184,17 @@ def shared_weight_decay(optimizer: keras.optimizers.Optimizer) -> dict:
 
 
 def shared_adam_step(optimizer: keras.optimizers.Optimizer) -> dict:
-    """Return attributes for `patched` that replace Keras' update step of Adam by `AdamStep`.
+    """Return attributes for `patched` that replace Keras' update step of Adam.
 
     The dict is empty unless the optimizer is `Adam` or `AdamW` without `amsgrad`, or a subclass with the
     same update step.
     """
     if type(optimizer).update_step is not keras.optimizers.Adam.update_step or optimizer.amsgrad:
         return {}
-    return {"update_step": AdamStep(optimizer)}
+    return {"update_step": _AdamStep(optimizer)}
 
 
-class AdamStep:
+class _AdamStep:
     """Replacement of `keras.optimizers.Adam.update_step` with one operation per float32 variable.
 
     Keras' method creates about 20 operations per weight. Powers of `beta_1` and `beta_2` are shared.
