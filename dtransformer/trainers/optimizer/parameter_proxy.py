@@ -39,16 +39,13 @@ class ParameterProxy:
         constraint: Function that projects the value after an update. `None` disables it.
         weight: Full Keras variable that `owner` is a shard of. Defaults to `owner`.
         dtype: `tf.DType` of the values. Defaults to the owner's.
-
-    Attributes:
-        dtype: See Args.
     """
 
     trainable = True
 
     def __init__(self, owner, shape, constraint=None, weight=None, dtype=None):
         self.shape = tf.TensorShape(shape)
-        self.dtype = dtype or owner.value.dtype
+        self._dtype = dtype or owner.value.dtype  # `declared_dtype` replaces it.
         self.name = owner.name
         self.path = owner.path
         self.constraint = constraint
@@ -56,6 +53,11 @@ class ParameterProxy:
         self.device = owner.value.device
         self._unique_id = _compat.variable_key(owner.value)
         self._value = None
+
+    @property
+    def dtype(self):
+        """`tf.DType` of the values."""
+        return self._dtype
 
     @property
     def value(self):
@@ -74,7 +76,7 @@ class ParameterProxy:
 
     def compute_in(self, dtype):
         """Set the `tf.DType` of the values in updates."""
-        self.dtype = dtype
+        self._dtype = dtype
 
     def bind(self, value):
         """Set the value: a tensor of `shape`, or a variable to assign updates to."""
