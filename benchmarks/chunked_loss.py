@@ -11,7 +11,6 @@ difference of a loss.
 import argparse
 import json
 import math
-import statistics
 import subprocess
 import sys
 
@@ -28,30 +27,17 @@ def make_contestant(arguments, kind):
         kind: Key of `KINDS`.
     """
     import keras
-    import numpy as np
 
     from dtransformer.layers import CrossEntropyLoss
-    from dtransformer.models import CausalLM
     from dtransformer.trainers import Trainer
-    from harness.paired_steps import TimedTrainer
+    from harness.paired_steps import TimedTrainer, language_model, random_batch
 
-    keras.utils.set_random_seed(0)
-    network = CausalLM(
-        arguments.vocab_size,
-        hidden_size=arguments.hidden,
-        num_heads=4,
-        num_layers=arguments.layers,
-        dropout_rate=0.0,
-        pad_id=None,
-        max_length=arguments.length,
-    )
+    network = language_model(arguments, max_length=arguments.length)
     network.build()
     trainer = Trainer(network)
     loss = CrossEntropyLoss(chunk_tokens=KINDS[kind])
     trainer.compile(keras.optimizers.SGD(1e-3), loss, jit_compile=arguments.jit_compile or "auto")
-    shape = arguments.rows, arguments.length
-    inputs = np.random.default_rng(0).integers(0, arguments.vocab_size, shape, "int32")
-    return TimedTrainer(trainer, (inputs, np.roll(inputs, -1, axis=1)))
+    return TimedTrainer(trainer, random_batch(arguments))
 
 
 def measure_memory(arguments, kind):
@@ -73,15 +59,10 @@ def measure_in_process(kind):
 
 
 def main():
-    from harness.paired_steps import compare_steps, take_turns
+    from harness.paired_steps import add_sizes, compare_steps, median_seconds, take_turns
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=128256)
+    add_sizes(parser, rounds=5, rows=1, length=2048, layers=1, hidden=256, vocab_size=128256)
     parser.add_argument("--jit-compile", action="store_true")
     parser.add_argument("--memory-of", choices=KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -101,8 +82,8 @@ def main():
         "logits_bytes": 4 * num_tokens * arguments["vocab_size"],
         "peak_increase": peaks,
         "tokens_per_second": {
-            kind: round(num_tokens / statistics.median(contestant.seconds), 1)
-            for kind, contestant in contestants.items()
+            kind: round(num_tokens / seconds, 1)
+            for kind, seconds in median_seconds(contestants).items()
         },
         **compare_steps(full, chunked),
     }

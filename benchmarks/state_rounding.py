@@ -14,14 +14,20 @@ import statistics
 import time
 
 import keras
-import numpy as np
 import paths  # noqa: F401
 
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from harness.paired_steps import TimedTrainer, compare_steps, take_turns
+from harness.paired_steps import (
+    TimedTrainer,
+    add_sizes,
+    compare_steps,
+    language_model,
+    median_seconds,
+    random_batch,
+    take_turns,
+)
 
 DTYPES = "float32", "bfloat16"
 
@@ -37,21 +43,11 @@ class Contestant(TimedTrainer):
     def __init__(self, dtype, arguments):
         self.config = {"optimizer_state_dtype": dtype}
         self.cpu_seconds = []
-        keras.utils.set_random_seed(0)
-        network = CausalLM(
-            arguments.vocab_size,
-            hidden_size=arguments.hidden,
-            num_heads=4,
-            num_layers=arguments.layers,
-            dropout_rate=0.0,
-            pad_id=None,
-        )
+        network = language_model(arguments)
         with parallel_config(**self.config):
             trainer = Trainer(network)
             trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss())
-        shape = arguments.rows, arguments.length
-        inputs = np.random.default_rng(0).integers(0, arguments.vocab_size, shape, "int32")
-        super().__init__(trainer, (inputs, np.roll(inputs, -1, axis=1)))
+        super().__init__(trainer, random_batch(arguments))
 
     def step(self):
         """Train on the batch with the config."""
@@ -64,12 +60,7 @@ class Contestant(TimedTrainer):
 def main():
     """Print the comparison as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=8000)
+    add_sizes(parser, rounds=15, rows=8, length=128, layers=4, hidden=256, vocab_size=8000)
     arguments = parser.parse_args()
     contestants = {dtype: Contestant(dtype, arguments) for dtype in DTYPES}
     for contestant in contestants.values():
@@ -88,10 +79,7 @@ def main():
         "arguments": vars(arguments),
         "parameters": contestants["float32"].trainer.network.count_params(),
         "state_bytes": states,
-        "seconds": {
-            dtype: round(statistics.median(contestant.seconds), 3)
-            for dtype, contestant in contestants.items()
-        },
+        "seconds": {dtype: round(x, 3) for dtype, x in median_seconds(contestants).items()},
         "cpu_seconds": cpu_seconds,
         "cpu_ratio": round(cpu_seconds["float32"] / cpu_seconds["bfloat16"], 3),
         **compare_steps(*contestants.values()),

@@ -1,7 +1,11 @@
 """Trainers that take turns with single steps, so that a busy machine slows all of them down."""
 
+import argparse
 import statistics
 import time
+
+import keras
+import numpy as np
 
 
 class TimedTrainer:
@@ -34,6 +38,38 @@ class TimedTrainer:
         self.step()
         self.step()
         self.seconds.clear()
+
+
+def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add integer options, such as `--vocab-size` for `vocab_size=8000`, with these defaults."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def language_model(arguments: argparse.Namespace, **options):
+    """Return a new `CausalLM` with the sizes of the arguments, always with the same weights.
+
+    Args:
+        arguments: Has `vocab_size`, `hidden` and `layers`.
+        **options: Other arguments of `CausalLM`.
+    """
+    from dtransformer.models import CausalLM
+
+    keras.utils.set_random_seed(0)
+    sizes = {"hidden_size": arguments.hidden, "num_heads": 4, "num_layers": arguments.layers}
+    return CausalLM(arguments.vocab_size, **sizes, dropout_rate=0.0, pad_id=None, **options)
+
+
+def random_batch(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and labels `[rows, length]` of a language model."""
+    shape = arguments.rows, arguments.length
+    ids = np.random.default_rng(0).integers(0, arguments.vocab_size, shape, "int32")
+    return ids, np.roll(ids, -1, axis=1)
+
+
+def median_seconds(contestants: dict[str, TimedTrainer]) -> dict[str, float]:
+    """Return the median duration of a step of each contestant."""
+    return {name: statistics.median(x.seconds) for name, x in contestants.items()}
 
 
 def take_turns(contestants: list[TimedTrainer], num_rounds: int) -> None:

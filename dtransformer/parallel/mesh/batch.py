@@ -92,8 +92,12 @@ def put_scalars(numbers) -> tf.Tensor:
     when they change, so the result is padded. The numbers are copied between devices and the host
     reads none.
     """
-    numbers = tf.reshape(numbers, [-1])
-    return put_replicated(tf.pad(numbers, [[0, max(0, 256 - numbers.shape[0])]]))
+    return put_replicated(_padded(tf.reshape(numbers, [-1])))
+
+
+def _padded(numbers):
+    """Append zeros to a vector of fewer than 256 elements."""
+    return tf.pad(numbers, [[0, max(0, 256 - numbers.shape[0])]])
 
 
 def put_seed(seed: tf.Tensor) -> tf.Tensor:
@@ -108,8 +112,7 @@ def put_seed(seed: tf.Tensor) -> tf.Tensor:
     axis = mesh_axis("batch")
     locations = job.mesh().local_device_locations()
     coordinates = [0 if axis is None else location[axis] for location in locations]
-    padding = tf.zeros([252], seed.dtype)
-    shards = [tf.concat([seed, tf.constant([x], seed.dtype), padding], 0) for x in coordinates]
+    shards = [_padded(tf.concat([seed, tf.constant([x], seed.dtype)], 0)) for x in coordinates]
     return _pack(shards, (None,))
 
 

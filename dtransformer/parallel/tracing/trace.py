@@ -59,7 +59,7 @@ _in_training_step = Scoped("in_training_step", False, changes_code=True)
 _in_decoding_loop = Scoped("in_decoding_loop", False)
 _tape_graph = Scoped("tape_graph")
 dropout_seed = Scoped("dropout_seed")
-"""Seed of dropout masks, an integer tensor [2]. `None` draws a random one."""
+"""Seed of dropout masks, an integer tensor; see `dropout_seed.py`. `None` draws a random one."""
 auxiliary_metrics = Scoped("auxiliary_metrics")
 """Dict of the metrics that layers report; see `auxiliary_metrics.py`. `None` disables them."""
 traced_bytes = Scoped("traced_bytes")

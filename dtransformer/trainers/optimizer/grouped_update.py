@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.trainers.optimizer.optimizer_step import scaled
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.stochastic_rounding import round_to_bfloat16
 from dtransformer.trainers.optimizer.update_calls import GroupedUnit, plan_calls
@@ -196,13 +197,6 @@ class GroupedUpdate:
             # Keras assigns averages to the scope instead of the variable.
             elif value is not variable:
                 variable.assign(value)
-
-
-def scaled(gradients, factor):
-    """Return gradients multiplied by a scalar. `None` means 1."""
-    if factor is None:
-        return gradients
-    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
 
 
 def _random_numbers(unit):

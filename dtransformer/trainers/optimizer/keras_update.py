@@ -5,7 +5,8 @@ from functools import partial
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.trainers.optimizer.grouped_update import GroupedUpdate, scaled
+from dtransformer.trainers.optimizer.grouped_update import GroupedUpdate
+from dtransformer.trainers.optimizer.optimizer_step import scaled
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.states import unit_states
 

@@ -146,9 +146,7 @@ class OptimizerStep:
             units, the current values of the units that `ParameterProxy`s represent, the norm of all
             gradients before clipping, a float32 scalar, and a dict with the norm of each layer.
         """
-        if factor is not None:
-            gradients = [gradient * factor for gradient in gradients]
-        data = StepData(gradients)
+        data = StepData(scaled(gradients, factor))
         with self.communication():
             for phase in self.phases:
                 phase(data)
@@ -175,6 +173,13 @@ class OptimizerStep:
             new_values = self.update(gradients, values, self.clip_factor(norm))
             if self.store is not None:
                 self.store(new_values)
+
+
+def scaled(gradients, factor):
+    """Return gradients multiplied by a scalar. `None` means 1."""
+    if factor is None:
+        return gradients
+    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
 
 
 # Phases.
