@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import blockwise_attention
-from dtransformer.layers.attention_core import attention
+from dtransformer.layers.attention_core import attention, implementation_for
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.position_bias import alibi, relative_bias
 from dtransformer.parallel.mesh.axis_rules import constrain, replicate
@@ -50,9 +50,16 @@ def tensors(num_kv_heads, num_keys=S):
     return [rng.normal(size=shape).astype("float32") for shape in shapes]
 
 
-def results(case, q, k, v, upstream, table):
-    """Return the context and the gradients of q, k, v and the table."""
-    options = dict(CASES[case])
+def results(options, q, k, v, upstream, table, dtype="float32", implementation="auto"):
+    """Return the context and the gradients of q, k, v and the table.
+
+    Args:
+        options: Options of `attention`. A mask and a bias are functions.
+        q, k, v, upstream, table: Tensors.
+        dtype: Type of the attention. Defaults to `"float32"`.
+        implementation: Implementation that must be used. Defaults to `"auto"`, which allows all.
+    """
+    options = dict(options)
     if "mask" in options:
         options["mask"] = options["mask"]()
     with tf.GradientTape() as tape:
@@ -61,20 +68,26 @@ def results(case, q, k, v, upstream, table):
             options["bias"] = options["bias"](table)
         if "sinks" in options:
             options["sinks"] = tf.reduce_sum(table, axis=0)
-        q_, k_, v_ = (constrain(x, ("batch", "heads", "inner_length", None)) for x in (q, k, v))
-        context = attention(q_, k_, v_, **options)
+        tensors = [constrain(x, ("batch", "heads", "inner_length", None)) for x in (q, k, v)]
+        tensors = [tf.cast(x, dtype) for x in tensors]
+        if implementation != "auto":
+            assert implementation_for(implementation, *tensors[:2], **options) == implementation
+        context = attention(*tensors, implementation=implementation, **options)
+        context = tf.cast(context, "float32")
     gradients = tape.gradient(context, [q, k, v, table], upstream, unconnected_gradients="zero")
     return [context, *gradients]
 
 
 def on_devices(case, *arrays):
-    compiled = MeshFunction(lambda *args: replicate(results(case, *args)), [], gradients=True)
+    compiled = MeshFunction(
+        lambda *args: replicate(results(CASES[case], *args)), [], gradients=True
+    )
     return [local_value(x).numpy() for x in compiled(*map(put_replicated, arrays))]
 
 
 def check(cases, num_kv_heads, num_keys=S, **fields):
     arrays = *tensors(num_kv_heads, num_keys), TABLE
-    expected = {case: results(case, *map(tf.constant, arrays)) for case in cases}
+    expected = {case: results(CASES[case], *map(tf.constant, arrays)) for case in cases}
     start(**fields)
     for case in cases:
         actuals = on_devices(case, *arrays)

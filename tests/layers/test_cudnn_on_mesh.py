@@ -14,17 +14,18 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss, attention_core
-from dtransformer.layers.attention_core import attention, implementation_for
+from dtransformer.layers.attention_core import implementation_for
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.position_bias import alibi, relative_bias
 from dtransformer.models import CausalLM, EncoderDecoderLM
-from dtransformer.parallel.mesh.axis_rules import constrain, replicate
+from dtransformer.parallel.mesh.axis_rules import replicate
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.tracing import trace
 from dtransformer.trainers import Trainer
 from tests.layers.cudnn_on_cpu import gpu_code
 from tests.layers.reference_compare import dtype_policy
+from tests.layers.test_context_attention import results
 from tests.on_mesh import on_mesh, start, stop
 
 B, N, M, S, D = 2, 4, 2, 16, 8
@@ -53,29 +54,9 @@ def inputs():
     return [*(rng.normal(size=shape).astype("float32") for shape in shapes), TABLE]
 
 
-def results(implementation, case, dtype, q, k, v, upstream, table):
-    """Return the context and the gradients of q, k, v and the table."""
-    options = dict(CASES[case])
-    if "mask" in options:
-        options["mask"] = options["mask"]()
-    with tf.GradientTape() as tape:
-        tape.watch([q, k, v, table])
-        if "bias" in options:
-            options["bias"] = options["bias"](table)
-        if "sinks" in options:
-            options["sinks"] = tf.reduce_sum(table, axis=0)
-        tensors = [constrain(x, ("batch", "heads", "inner_length", None)) for x in (q, k, v)]
-        tensors = [tf.cast(x, dtype) for x in tensors]
-        assert implementation_for(implementation, *tensors[:2], **options) == implementation
-        context = attention(*tensors, implementation=implementation, **options)
-        context = tf.cast(context, "float32")
-    gradients = tape.gradient(context, [q, k, v, table], upstream, unconnected_gradients="zero")
-    return [context, *gradients]
-
-
 def on_devices(case, dtype, arrays):
     def compute(*tensors):
-        return replicate(results("cudnn", case, dtype, *tensors))
+        return replicate(results(CASES[case], *tensors, dtype, "cudnn"))
 
     compiled = MeshFunction(compute, [], gradients=True)
     return [local_value(x).numpy() for x in compiled(*map(put_replicated, arrays))]
@@ -84,7 +65,7 @@ def on_devices(case, dtype, arrays):
 def check(cases, dtype, tolerance, **fields):
     arrays = inputs()
     tensors = list(map(tf.constant, arrays))
-    expected = {case: results("reference", case, "float32", *tensors) for case in cases}
+    expected = {case: results(CASES[case], *tensors, implementation="reference") for case in cases}
     start(**fields)
     for case in cases:
         for actual, reference in zip(on_devices(case, dtype, arrays), expected[case], strict=True):
@@ -126,9 +107,11 @@ def test_gpu_code_on_a_mesh_matches_reference():
 @pytest.mark.parametrize("case", CASES)
 def test_gpu_code_on_one_device_matches_reference(case):
     tensors = list(map(tf.constant, inputs()))
-    expected = results("reference", case, "float32", *tensors)
+    expected = results(CASES[case], *tensors, implementation="reference")
     with gpu_code([]):
-        compute = tf.function(functools.partial(results, "cudnn", case, "bfloat16"))
+        compute = tf.function(
+            functools.partial(results, CASES[case], dtype="bfloat16", implementation="cudnn")
+        )
         for actual, reference in zip(compute(*tensors), expected, strict=True):
             atol = 3e-2 * max(np.abs(reference).max(), 1)
             np.testing.assert_allclose(actual, reference, rtol=0, atol=atol)

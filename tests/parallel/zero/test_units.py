@@ -1,5 +1,6 @@
 """Level 3 frees a block's weights between the passes and gathers one block ahead."""
 
+import contextlib
 import re
 
 import keras
@@ -49,6 +50,18 @@ def stack(**options):
     return layers
 
 
+@contextlib.contextmanager
+def training_tape():
+    """Record a training step in the `with` block, with weights that are gathered on use."""
+    with (
+        tf.GradientTape() as tape,
+        gather.unsharding("train"),
+        dropout_seed(tf.constant([1, 2])),
+        trace.training_step(),
+    ):
+        yield tape
+
+
 def step(layers):
     """Return the function of a training step: the output, and all gradients as one vector."""
     weights = layers.trainable_variables
@@ -56,12 +69,7 @@ def step(layers):
     @tf.function(autograph=False)
     def run(x):
         values = list(map(trained_value, weights))
-        with (
-            tf.GradientTape() as tape,
-            gather.unsharding("train"),
-            dropout_seed(tf.constant([1, 2])),
-            trace.training_step(),
-        ):
+        with training_tape() as tape:
             tape.watch([x, *values])
             y = layers(x, training=True)
             loss = tf.reduce_sum(tf.sin(y))
@@ -194,12 +202,7 @@ def loss_step(is_tied, chunk_tokens):
     @tf.function(autograph=False)
     def run(inputs, labels):
         values = list(map(trained_value, weights))
-        with (
-            tf.GradientTape() as tape,
-            gather.unsharding("train"),
-            dropout_seed(tf.constant([1, 2])),
-            trace.training_step(),
-        ):
+        with training_tape() as tape:
             tape.watch(values)
             value = loss(network(inputs, training=True), labels)
         gradients = tape.gradient(value, values)
