@@ -52,9 +52,9 @@ class TranslationBatches(Epochs):
             the rows shard_index, shard_index + num_shards, … of each global batch.
         drop_remainder: Boolean. Whether to leave out sentences that do not fill a batch. Defaults
             to `False`.
-        pad_rows_to_multiple_of: Integer. Empty rows are added to this rank's rows of a batch until
-            their number is a multiple of it, as the micro-batches of a pipeline require. Defaults
-            to 1.
+        pad_rows_to_multiple_of: Integer. Empty rows are added to this rank's rows of a batch, up to
+            a multiple of this number, as the micro-batches of a pipeline require. Defaults to
+            1.
         packed_length: Integer. Number of tokens of a row on each side. Several sentences are packed
             into a row, so that all batches have one shape with little padding. Inputs also contain
             "source_segments" and "target_segments": the index of the sentence in its row, from 1,

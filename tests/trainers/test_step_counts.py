@@ -12,7 +12,7 @@ IDS = np.random.default_rng(0).integers(1, 20, (2, 9))
 # Operations of a block in a step, with its gradients, gradient norms and update.
 LIMITS = {
     False: {"executed": 215, "kernels": 180, "programs": 0},
-    True: {"executed": 4, "kernels": 2, "programs": 3},
+    True: {"executed": 4, "kernels": 1, "programs": 3},
 }
 
 
@@ -39,7 +39,8 @@ def test_operations_per_block_stay_below_the_limits(jit_compile):
         _, step = make_step(jit_compile, num_layers)
         return count_operations(step)
 
-    per_block, _ = counts_by_block(count, (1, 3))
+    # With one block, no gradients are stacked to measure their norms.
+    per_block, _ = counts_by_block(count, (2, 4))
     for name, number in sums(per_block).items():
         assert number <= LIMITS[jit_compile][name], (name, per_block)
 
