@@ -1,5 +1,4 @@
-# make            lists the targets
-# Each target sets up what it needs first.
+# `make` lists the targets. Each target installs its requirements first.
 
 PYTHON ?= python3
 NP ?= 1
@@ -20,8 +19,8 @@ CUDA := $(if $(GPU),.venv/gpu)
 LAUNCH := $(if $(SEVERAL),$(BIN)/horovodrun --gloo -np $(NP))
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# uv takes a third of pip's time. It does not read pip's settings: pip itself is asked where they
-# name another index, and where uv fails.
+# uv takes a third of pip's time but ignores pip's settings. Use pip if they name another index, or if
+# uv fails.
 define install
 { ! $(BIN)/python -m pip config list | grep '[.]index-url=' > /dev/null \
   && $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python \
@@ -37,11 +36,11 @@ endef
 help:  ## list the targets
 	@echo "dtransformer: make TARGET"
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
-	@echo "Options: NP=4 trains on four ranks, MP=2 cuts every operation in two, PP=2 spreads the"
-	@echo "blocks over two stages, AUTO=1 leaves that to the planner, DEVICES=2 gives each rank two"
-	@echo "devices, PYTHON=python3.12 chooses the interpreter, GPU=1 installs CUDA's libraries."
+	@echo "Options: NP=4 trains on four ranks, MP=2 shards operations over two devices, PP=2 divides the"
+	@echo "blocks into two pipeline stages, AUTO=1 lets the planner choose the layout, DEVICES=2 gives each"
+	@echo "rank two devices, PYTHON=python3.12 selects the interpreter, GPU=1 installs CUDA libraries."
 
-setup: .venv/test $(CUDA) .venv/horovod  ## make the whole environment: for tests, and for several ranks
+setup: .venv/test $(CUDA) .venv/horovod  ## install everything for tests and multi-rank jobs
 
 .venv/ready: constraints.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -56,7 +55,7 @@ setup: .venv/test $(CUDA) .venv/horovod  ## make the whole environment: for test
 	@$(call install,-e '.[$(@F)]')
 	@touch $@
 
-# By pip itself, which has a build for CPUs where the machine's settings name one.
+# pip's settings may name an index with a CPU build of PyTorch, which uv would ignore.
 .venv/reference: .venv/ready
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[reference]'
 	@touch $@
@@ -69,7 +68,7 @@ data/embedded/train.en: .venv/ready
 	@echo "Generating the embedded corpus ..."
 	@$(BIN)/dtransformer prepare --embedded --out data/embedded
 
-train: $(CUDA) $(if $(SEVERAL),.venv/horovod) data/embedded/train.en  ## train on the embedded corpus, score, and translate
+train: $(CUDA) $(if $(SEVERAL),.venv/horovod) data/embedded/train.en  ## train on the embedded corpus, evaluate and translate
 	$(LAUNCH) $(BIN)/dtransformer train --config $(CONFIG) --run $(RUN) --overwrite \
 	  --set training.local_devices=$(DEVICES) $(LAYOUT)
 	@echo "sacreBLEU on held-out sentences:"
@@ -81,49 +80,49 @@ train: $(CUDA) $(if $(SEVERAL),.venv/horovod) data/embedded/train.en  ## train o
 	@echo "The run is in $(RUN), and $(RUN)/loss.svg shows its losses."
 	@echo "To translate your own text: $(BIN)/dtransformer translate --run $(RUN) < FILE"
 
-check: .venv/test  ## run the tests that need no TensorFlow: a minute
+check: .venv/test  ## run the tests that need no TensorFlow (one minute)
 	$(PYTEST) --tier check
 
-test: setup .venv/reference  ## run all but the long tests, in two processes (JOBS=1: in one)
+test: setup .venv/reference  ## run all tests except long ones, in two processes (JOBS=1: in one)
 	$(PYTEST) --tier test
 
-test-long: setup .venv/reference  ## run the long tests alone: two hours (PART=1/4: a quarter of them)
+test-long: setup .venv/reference  ## run only the long tests, about 2.5 hours (PART=1/4: one quarter)
 	$(PYTEST) --tier long -m long $(if $(PART),--part $(PART))
 
 test-all: test test-long  ## run all tests
 
-lint: .venv/lint  ## check style, with ruff, and the types of public names, with mypy
+lint: .venv/lint  ## check style with ruff, and types of public names with mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-format: .venv/lint  ## put the code into the style, as far as ruff can
+format: .venv/lint  ## format the code and fix style errors with ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: .venv/docs  ## build the docs site, in site/
+docs: .venv/docs  ## build the docs site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-dist: .venv/ready  ## build sdist and wheel, in dist/
+dist: .venv/ready  ## build sdist and wheel in dist/
 	$(BIN)/python -m harness.dist
 
-release: .venv/ready  ## build what is to be published, after style, docs and tests; uploads nothing
+release: .venv/ready  ## run all checks and build a release (does not upload it)
 	$(BIN)/python -m harness.dist --release --out build/release
 	$(MAKE) lint docs test
 	$(BIN)/python -m harness.dist --release
 
-bench: .venv/ready  ## measure one process beside PyTorch, KerasHub and transformers; prints JSON
+bench: .venv/ready  ## compare one process with PyTorch, KerasHub and transformers; print JSON
 	$(BIN)/python benchmarks/against_peers.py
 
-# Packages by which XLA compiles for a card that is not there: 1.2 GB, apart from ours.
+# JAX packages (1.2 GB) whose XLA compiles for GPUs that the machine does not have.
 .venv-jax/ready:
 	@$(PYTHON) -m venv .venv-jax
 	@.venv-jax/bin/python -m pip install --quiet jax==0.10.2 jaxlib==0.10.2 jax-cuda12-plugin==0.10.2 \
 	  jax-cuda12-pjrt==0.10.2 nvidia-cuda-nvcc-cu12 nvidia-cuda-runtime-cu12
 	@touch $@
 
-bench-compiled: .venv/ready .venv-jax/ready  ## compile steps for an H100, beside JAX's; prints JSON
+bench-compiled: .venv/ready .venv-jax/ready  ## compile steps for an H100 and compare with JAX; print JSON
 	$(BIN)/python benchmarks/gpu_compiled.py --recompute
 
-clean:  ## remove what was made: the environment, data, runs
+clean:  ## remove environments, data, runs and build outputs
 	rm -rf .venv .venv-jax data runs build dist site *.egg-info

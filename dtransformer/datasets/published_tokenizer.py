@@ -102,8 +102,8 @@ class BaseTokenizer:
     ) -> list[Encoding]:
         """Return the tokens of texts or pairs of texts with their positions in the text.
 
-        Single texts get no special tokens. Pairs get those of the model; a `SubwordTokenizer` adds
-        the start token at the beginning and the end token after each text.
+        Single texts get no special tokens. Pairs get the model's special tokens; a `SubwordTokenizer`
+        adds the start token at the beginning and the end token after each text.
 
         Args:
             sentences: Iterable of texts.

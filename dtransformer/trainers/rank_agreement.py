@@ -66,8 +66,8 @@ class RankAgreement:
         if rank is None:
             return
         _warn(
-            f"The learning rate of rank {rank} is {rates[rank]:.6g} and that of rank 0 is "
-            f"{rates[0]:.6g}. All ranks continue with rank 0's value. {_FIX}"
+            f"Learning rates differ: rank {rank} has {rates[rank]:.6g}, rank 0 has {rates[0]:.6g}. "
+            f"All ranks continue with rank 0's value. {_FIX}"
         )
         if _rate_kind(self._model.optimizer) == "constant":
             self._model.optimizer.learning_rate = rates[0]
@@ -89,15 +89,15 @@ class RankAgreement:
         rank = _first_difference(rates)
         if rank is not None:
             raise ValueError(
-                f"The learning rate of rank {rank} is {rates[rank]:.6g} {when}, and that of rank 0 "
-                f"is {rates[0]:.6g}. {_FIX} Then resume from a checkpoint."
+                f"Learning rates differ {when}: rank {rank} has {rates[rank]:.6g}, rank 0 has "
+                f"{rates[0]:.6g}. {_FIX} Then resume from a checkpoint."
             )
         for rank, other_rank, norms in _differing_checksums(checksums):
             raise ValueError(
-                f"The weights of rank {rank} have the norm {norms[0]:.6g} {when}, and those of "
-                f"rank {other_rank} have the norm {norms[1]:.6g}. A callback has set weights or a "
-                f"learning rate on one rank, or a layer sets a state from its local rows. {_FIX} "
-                "Then resume from a checkpoint."
+                f"Weights differ {when}: their norm is {norms[0]:.6g} on rank {rank} and "
+                f"{norms[1]:.6g} on rank {other_rank}. A callback has set weights or a learning rate "
+                f"on one rank, or a layer sets a state from its local rows. {_FIX} Then resume "
+                "from a checkpoint."
             )
 
 
@@ -166,8 +166,8 @@ def check_same_training(network: keras.Model, optimizer: keras.optimizers.Optimi
         _, other_paths, other_kind = everything[other_rank]
         if rate_kind != other_kind:
             raise ValueError(
-                f"The learning rate of rank {rank} is a {rate_kind} and that of rank {other_rank} is a "
-                f"{other_kind}. {_FIX}"
+                f"Learning rates have different types: {rate_kind} on rank {rank}, {other_kind} on rank "
+                f"{other_rank}. {_FIX}"
             )
         if paths != other_paths:
             raise ValueError(

@@ -48,7 +48,7 @@ def test_rank_0_warns_of_differing_rates_and_of_a_single_rank_that_stops(run, ra
         for rank in rank_results(run)
     ]
     first, second = warned
-    assert "The learning rate of rank 1 is 0.1 and that of rank 0 is 0.05." in first["rates"][0]
+    assert "Learning rates differ: rank 1 has 0.1, rank 0 has 0.05." in first["rates"][0]
     stop = first["save and stop"][0]
     assert "`stop_training` is set on rank 1 but not on rank 0. All ranks stop." in stop
     assert first["all stop"] == second["rates"] == []
@@ -65,11 +65,11 @@ def test_ranks_save_and_stop_together_after_the_epoch_that_one_of_them_ends(run,
 def test_all_ranks_raise_an_error_that_names_a_rank_with_other_weights(run, rank_results):
     for rank in rank_results(run):
         error = rank["rate within an epoch"]["error"]
-        assert "rate of rank 1 is 0.02 after epoch 1, and that of rank 0 is 0.1." in error
-        assert "The learning rate of rank 1 is" in rank["schedules"]["error"]
+        assert "differ after epoch 1: rank 1 has 0.02, rank 0 has 0.1." in error
+        assert "Learning rates differ after epoch" in rank["schedules"]["error"]
         if "set weights" in rank:
             error = rank["set weights"]["error"]
-            assert "The weights of rank 1 have the norm" in error
-            assert "after epoch 2, and those of rank 0 have the norm" in error
+            assert "Weights differ after epoch 2: their norm is" in error
+            assert " on rank 1 and " in error
         assert "Rank 1 trains nothing in addition" in rank["trained"]["error"]
-        assert "is a ExponentialDecay" in rank["kinds"]["error"]
+        assert "ExponentialDecay on rank" in rank["kinds"]["error"]

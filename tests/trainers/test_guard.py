@@ -126,7 +126,7 @@ def test_micro_batches_are_guarded_together():
 
 
 def check_on_ranks():
-    """Ranks skip the same steps, so their weights are those of a fit without the spikes."""
+    """Ranks skip the same steps, so their weights equal a fit without the spikes."""
     ordinary = [1.0] * (WARM + 4)
     guarded = make_trainer(SpikeGuard(8.0))
     logs = fit(guarded, [*ordinary, 1e4, np.nan])
