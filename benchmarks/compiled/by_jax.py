@@ -82,6 +82,11 @@ def apply_rotary(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def hide_padding(bias, mask):
+    """Return a bias `[1, n, s, t]` as `[b, n, s, t]` with low scores where a mask `[b, t]` is False."""
+    return jnp.where(mask[:, None, None], bias, jnp.bfloat16(-(2.0**41)))
+
+
 def relative(table, s, t, causal):
     """Return T5's position bias [1, n, s, t] from a table [32, n]."""
     distance = jnp.arange(t)[None] - jnp.arange(s)[:, None]
@@ -155,9 +160,9 @@ class Network:
             q, k = apply_rotary(q), apply_rotary(k)
         return dense(self.attend(q, k, v, bias, causal).reshape(x.shape), w["o"])
 
-    def cross(self, x, memory, w):
+    def cross(self, x, memory, w, bias):
         k, v = (self.heads(y) for y in jnp.split(dense(memory, w["kv"]), 2, -1))
-        y = self.attend(self.heads(dense(x, w["q"])), k, v, None, False)
+        y = self.attend(self.heads(dense(x, w["q"])), k, v, bias, False)
         return dense(y.reshape(x.shape), w["co"])
 
     def feed_forward(self, x, w):
@@ -167,7 +172,7 @@ class Network:
         y = jax.nn.relu(y) if self.kind == "t5" else jax.nn.gelu(y, approximate=False)
         return dense(y, w["w2"])
 
-    def stack(self, x, blocks, final, bias=None, causal=False, memory=None):
+    def stack(self, x, blocks, final, bias=None, causal=False, memory=None, cross_bias=None):
         for w in blocks:
             if self.kind == "bert":
                 x = norm(x + self.attention(x, w, bias, causal), w["n1"])
@@ -175,7 +180,7 @@ class Network:
                 continue
             x = x + self.attention(norm(x, w["n1"]), w, bias, causal)
             if memory is not None:
-                x = x + self.cross(norm(x, w["n3"]), memory, w)
+                x = x + self.cross(norm(x, w["n3"]), memory, w, cross_bias)
             x = x + self.feed_forward(norm(x, w["n2"]), w)
         return x if self.kind == "bert" else norm(x, final)
 
@@ -191,9 +196,13 @@ class Network:
                 relative(table, self.length, self.length, causal)
                 for table, causal in zip(w["tables"], (False, True))
             )
+            source_bias = hide_padding(source_bias, ids != 0)
             memory = self.stack(x, w["blocks"][0], w["final"][0], source_bias)
+            no_bias = jnp.zeros((1, 1, self.length, self.length), jnp.bfloat16)
+            cross_bias = hide_padding(no_bias, ids != 0)
+            target = hide_padding(target, labels != 0)
             x = w["e"][labels].astype(jnp.bfloat16)
-            x = self.stack(x, w["blocks"][1], w["final"][1], target, True, memory)
+            x = self.stack(x, w["blocks"][1], w["final"][1], target, True, memory, cross_bias)
             x *= x.shape[-1] ** -0.5
         else:
             x = self.stack(x, w["blocks"][0], w["final"][0], causal=self.kind != "bert")
