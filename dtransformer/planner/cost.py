@@ -79,16 +79,16 @@ def _evaluate(model, cluster, job, layouts, system):
     return Memory(*map(np.add, memory, teacher_memory)), StepTime(*map(np.add, time, teacher_time))
 
 
-def build_cost(
+def build_costs(
     model: ModelShape,
     cluster: Cluster,
     job: Job,
     layouts: Layouts,
     memory: Memory,
     time: StepTime,
-    index: int,
-) -> Cost:
-    """Return the cost of one evaluated layout.
+    indices: np.ndarray,
+) -> tuple[Cost, ...]:
+    """Return the costs of some evaluated layouts.
 
     Args:
         model: A `ModelShape`.
@@ -97,42 +97,47 @@ def build_cost(
         layouts: The evaluated `Layouts`.
         memory: `Memory` of all layouts.
         time: `StepTime` of all layouts.
-        index: Integer. Index of the layout.
+        indices: Integer array [N]. Indices of the layouts.
     """
-    seconds = {kind: float(value[index]) for kind, value in time._asdict().items()}
-    needed = {kind: round(float(value[index])) for kind, value in memory._asdict().items()}
-    step = sum(seconds.values())
+    chosen = layouts[indices]
+    reference_seconds = _reference_seconds(model, cluster, job, chosen)
+    fixed = job.fixed_config()
     device = cluster.device
     peak = (device.tflops_16_bit if job.is_mixed else device.tflops_32_bit) * 1e12
     flops = job.global_batch * model.flops_per_sequence()
-    return Cost(
-        layout=layouts.describe(index),
-        config=_layout_config(layouts, index, job),
-        micro_batch=int(layouts.micro_batch[index]),
-        step_seconds=step,
-        reference_seconds=_reference_seconds(model, cluster, job, layouts[[index]]),
-        tokens_per_second=job.global_batch * model.sequence_length / step,
-        flops_share=float(np.divide(flops, step * peak * cluster.num_devices)),
-        seconds_by_kind=seconds,
-        memory_bytes=sum(needed.values()),
-        bytes_by_kind=needed,
-        available_bytes=int(cluster.memory_bytes),
-        num_techniques=int(
-            layouts.techniques[index] - layouts.level[index] - layouts.reduces[index]
-        ),
-    )
+    costs = []
+    for i, index in enumerate(indices):
+        seconds = {kind: float(value[index]) for kind, value in time._asdict().items()}
+        needed = {kind: round(float(value[index])) for kind, value in memory._asdict().items()}
+        step = sum(seconds.values())
+        cost = Cost(
+            layout=chosen.describe(i),
+            config=_layout_config(chosen, i, job, fixed),
+            micro_batch=int(chosen.micro_batch[i]),
+            step_seconds=step,
+            reference_seconds=reference_seconds[i],
+            tokens_per_second=job.global_batch * model.sequence_length / step,
+            flops_share=float(np.divide(flops, step * peak * cluster.num_devices)),
+            seconds_by_kind=seconds,
+            memory_bytes=sum(needed.values()),
+            bytes_by_kind=needed,
+            available_bytes=int(cluster.memory_bytes),
+            num_techniques=int(chosen.techniques[i] - chosen.level[i] - chosen.reduces[i]),
+        )
+        costs.append(cost)
+    return tuple(costs)
 
 
 def _reference_seconds(model, cluster, job, layouts):
+    """Return a list with the seconds of the reference system, or `None`, for each layout."""
     if not (job.is_mixed and cluster.device.constants.attention_share):
-        return None
+        return [None] * len(layouts)
     _, time = _evaluate(model, cluster, job, layouts, REFERENCE)
-    return float(time.total[0])
+    return time.total.tolist()
 
 
-def _layout_config(layouts, index, job):
-    """Return the config of a layout, keeping all fields that the job fixes."""
-    fixed = job.fixed_config()
+def _layout_config(layouts, index, job, fixed):
+    """Return the config of a layout with all fields of a job's `fixed` config."""
     fields = {name: getattr(fixed, name) for name in job.fixed}
     if job.optimizer in NOT_ELEMENTWISE and layouts.level[index] in (1, 2):
         fields["optimizer_shard_partition"] = "whole"

@@ -8,7 +8,7 @@ import numpy as np
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.cost import Cost, build_cost, evaluate
+from dtransformer.planner.cost import Cost, build_costs, evaluate
 from dtransformer.planner.grid import enumerate_layouts
 from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts, layout_from_config
@@ -89,7 +89,7 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
     else:
         order = np.flatnonzero(fits)[np.argsort(seconds[fits], kind="stable")]
         indices, why = _select_best(layouts, seconds, needed, order, cluster, top)
-    costs = tuple(build_cost(model, cluster, job, layouts, memory, time, int(i)) for i in indices)
+    costs = build_costs(model, cluster, job, layouts, memory, time, np.asarray(indices))
     return Plan(model, cluster, job, costs, len(layouts), int(fits.sum()), why)
 
 
@@ -151,7 +151,7 @@ def cost(
     fixed = {name: getattr(config, name) for name in ("gradient_dtype", "optimizer_state_dtype")}
     job = dataclasses.replace(job.on(cluster.device), fixed=fixed)
     memory, time = evaluate(model, cluster, job, layouts)
-    result = build_cost(model, cluster, job, layouts, memory, time, 0)
+    (result,) = build_costs(model, cluster, job, layouts, memory, time, np.arange(1))
     change = "" if result.fits else cheapest_change(model, cluster, job, layouts)
     return dataclasses.replace(result, config=config.resolve(cluster.num_devices), change=change)
 

@@ -10,7 +10,7 @@ import numpy as np
 from dtransformer.block_forms import (
     Latent,
     Placement,
-    get_block_arguments,
+    check_pattern,
     get_placement,
     has_experts,
 )
@@ -381,8 +381,10 @@ class ModelShape:
         if config.embedding.positions == "relative":
             total += num_stacks * config.num_heads * config.embedding.relative_ranges
         if config.network in (DECODER, ENCODER):
-            blocks = [get_block_arguments(vars(config.block), i) for i in range(config.num_layers)]
-            total -= self._norm() * sum(not x.get("attention_norm", True) for x in blocks)
+            pattern = check_pattern(config.block.block_pattern)
+            lacks_norm = [not block.get("attention_norm", True) for block in pattern]
+            missing = sum(lacks_norm[i % len(pattern)] for i in range(config.num_layers))
+            total -= self._norm() * missing
         if config.network == ENCODER:
             biases = h * config.block.use_bias
             total += 2 * self._norm() + h * config.embedding.num_token_types
