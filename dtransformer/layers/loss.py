@@ -6,7 +6,11 @@ from dtransformer import _compat
 from dtransformer.errors import check_int
 from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
-from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import get_product, head_nll
+from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import (
+    get_product,
+    head_nll,
+    weighted_nll_sum,
+)
 from dtransformer.parallel.tensor_parallel.cross_entropy import is_most_likely
 
 
@@ -93,20 +97,46 @@ class CrossEntropyLoss(Layer):
 
         Takes the arguments of the call. Both tensors are float32 or wider.
         """
+        labels, weights = self._checked(logits, labels, mask)
+        values = self._values(logits, labels, **self._options(logits))
+        return values, tf.cast(weights, values.dtype)
+
+    def weighted_sum(
+        self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return Σ loss · weight and the weight of each token, in a training step.
+
+        Takes the arguments of the call. If logits are computed in chunks, they are computed only
+        once, while the gradient of `per_token` computes them a second time. Subclasses that
+        override `per_token` use it.
+        """
+        if type(self).per_token is not CrossEntropyLoss.per_token:
+            values, weights = self.per_token(logits, labels, mask)
+            return tf.reduce_sum(values * tf.cast(weights, values.dtype)), weights
+        labels, weights = self._checked(logits, labels, mask)
+        return self._weighted_sum(logits, labels, weights, **self._options(logits)), weights
+
+    def _checked(self, logits, labels, mask):
+        """Return int labels `[...]`, 0 instead of `ignore_id`, and their weights."""
         labels = tf.cast(squeeze_labels(labels, logits), INDEX_TYPE)
         mask = None if mask is None else squeeze_labels(mask, logits)
         self._check_shapes(logits, labels, mask)
         weights = self.token_weights(labels, mask)
         if self.ignore_id is not None:  # `ignore_id` may be outside of the vocabulary.
             labels = tf.where(labels == self.ignore_id, tf.zeros_like(labels), labels)
-        values = self._values(
-            logits,
-            labels,
-            label_smoothing=self.label_smoothing,
-            vocab_size=self.vocab_size or logits.shape[-1],
-            z_loss=self.z_loss,
-        )
-        return values, tf.cast(weights, values.dtype)
+        return labels, weights
+
+    def _options(self, logits):
+        """Return the arguments of `token_nll`."""
+        return {
+            "label_smoothing": self.label_smoothing,
+            "vocab_size": self.vocab_size or logits.shape[-1],
+            "z_loss": self.z_loss,
+        }
+
+    def _weighted_sum(self, logits, labels, weights, **options):
+        """Return Σ loss · weight. Takes the arguments of `token_nll`."""
+        return weighted_nll_sum(logits, labels, weights, self.chunk_tokens, **options)
 
     def _values(self, logits, labels, **options):
         """Return the loss of each token. Takes the arguments of `token_nll`."""

@@ -242,14 +242,17 @@ def _loss_term(loss, labels, outputs, sample_weight, label_counts, is_full_batch
     """
     parts = {}
     if hasattr(loss, "per_token"):
-        values, weights = loss.per_token(outputs, labels, sample_weight)
         mask = _compat.get_keras_mask(outputs)
-        if mask is not None:
-            weights = _apply_weights(weights, tf.cast(mask, weights.dtype))
+        if mask is None and trace.is_training_step() and hasattr(loss, "weighted_sum"):
+            values, weights = loss.weighted_sum(outputs, labels, sample_weight)
+        else:
+            values, weights = loss.per_token(outputs, labels, sample_weight)
+            if mask is not None:
+                weights = _apply_weights(weights, tf.cast(mask, weights.dtype))
+            values *= tf.cast(weights, values.dtype)
         local_normalizer = tf.reduce_sum(tf.cast(weights, "float32"))
         normalizer = label_counts.tokens
         is_known = hasattr(loss, "token_weights") and mask is None
-        values *= tf.cast(weights, values.dtype)
         parts = getattr(outputs, "loss_parts", {})
         parts = {name: part * tf.cast(weights, part.dtype) for name, part in parts.items()}
     else:

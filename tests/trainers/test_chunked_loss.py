@@ -34,9 +34,9 @@ def record_chunks(monkeypatch):
     sizes = []
     original = chunked_cross_entropy._chunked_losses
 
-    def recorded(product, labels, size, *args):
+    def recorded(product, labels, size, *args, **options):
         sizes.append(size)
-        return original(product, labels, size, *args)
+        return original(product, labels, size, *args, **options)
 
     monkeypatch.setattr(chunked_cross_entropy, "_chunked_losses", recorded)
     return sizes

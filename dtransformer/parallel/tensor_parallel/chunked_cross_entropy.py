@@ -2,8 +2,9 @@
 
 The logits of a large vocabulary and their gradient often need more memory than all blocks. A head
 therefore attaches the factors of its logits to them. The loss multiplies the factors chunk by chunk,
-in the forward pass and again in the backward pass, and TensorFlow removes the unused product of all
-tokens from the graph. The product of all tokens is computed as before if anything else reads it.
+and TensorFlow removes the unused product of all tokens from the graph. The product of all tokens is
+computed as before if anything else reads it. `weighted_nll_sum` computes the gradients of a chunk
+together with its logits, other losses compute the logits again in the backward pass.
 """
 
 import dataclasses
@@ -142,6 +143,35 @@ def head_losses(
     return losses
 
 
+def weighted_nll_sum(
+    logits: tf.Tensor,
+    labels: tf.Tensor,
+    weights: tf.Tensor,
+    chunk_tokens: int | str | None = "auto",
+    **options,
+) -> tf.Tensor:
+    """Return Σ `token_nll(logits, labels, **options)` · weight over all tokens, a scalar.
+
+    Call it in training steps only. In chunks, the forward pass also computes the gradients.
+
+    Args:
+        logits, labels, chunk_tokens, **options: As in `head_nll`.
+        weights: Float tensor in the labels' shape.
+    """
+    size = chunk_size(logits, chunk_tokens)
+    _record_bytes(logits, size)
+    if size is None:
+        losses = token_nll(logits, labels, **options)
+        return tf.reduce_sum(losses * tf.cast(weights, losses.dtype))
+
+    def compute(*chunk):
+        return [token_nll(*chunk, **options)]
+
+    product = get_product(logits)
+    total, product.correct = _chunked_losses(product, labels, size, compute, weights=weights)
+    return total
+
+
 def chunk_size(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> int | None:
     """Return the maximum number of tokens per chunk, or `None` if all tokens are computed together.
 
@@ -202,7 +232,7 @@ def _local_shape(logits):
     return tf.TensorShape([n // axis_size(axis) for n, axis in zip(shape, specs)])
 
 
-def _chunked_losses(product, labels, size, compute, teacher_products):
+def _chunked_losses(product, labels, size, compute, teacher_products=(), weights=None):
     """Return the losses of each token, and 1 where the label is the most likely entry, else 0.
 
     Args:
@@ -211,12 +241,17 @@ def _chunked_losses(product, labels, size, compute, teacher_products):
         size: Maximum number of tokens per chunk.
         compute: As in `head_losses`.
         teacher_products: List of the `HeadProduct`s of the teacher logits, if any.
+        weights: Float tensor in the labels' shape. If passed, the weighted sum of the loss is
+            returned instead of the losses. Defaults to `None`.
     """
     label_shape = static_or_dynamic_shape(labels)
+    tokens = [labels]
+    if weights is not None:
+        tokens.append(tf.cast(weights, _loss_type(product.inputs)))
     if not trace.is_on_mesh():
-        labels = tf.reshape(labels, [1, -1])
-    chunks = _Chunks(labels, size)
-    chunk_labels = chunks.split(labels)
+        tokens = [tf.reshape(x, [1, -1]) for x in tokens]
+    chunks = _Chunks(tokens[0], size)
+    chunk_labels, *chunk_weights = map(chunks.split, tokens)
     kernel = product.kernel
     tensors = [product.inputs, *product.biases]
     if isinstance(kernel, keras.Variable):
@@ -228,8 +263,8 @@ def _chunked_losses(product, labels, size, compute, teacher_products):
 
     def compute_chunks(inputs, *others):
         biases = others[: len(product.biases)]
-        (weights,) = others[len(biases) :] or [kernel]
-        weights = _matrix(product, weights)
+        (matrix,) = others[len(biases) :] or [kernel]
+        matrix = _matrix(product, matrix)
         teachers = []
         for teacher in teacher_products:
             teacher_rows = chunks.split(_rows(teacher.inputs))
@@ -243,73 +278,171 @@ def _chunked_losses(product, labels, size, compute, teacher_products):
                 teacher_logits.append(tf.stop_gradient(teacher.finish(y, *teacher.biases)))
             return compute(logits, chunk_labels[:, :, i], *teacher_logits)
 
-        num_losses = 1 + len(teachers)
-        labeled = chunks, chunk_labels
-        losses = _losses_with_gradient(product, *labeled, chunk_losses, num_losses, is_trained)
-        return losses(_rows(inputs), weights, *biases)
+        head = _ChunkedHead(product, chunks, chunk_labels, chunk_losses, is_trained)
+        if chunk_weights:
+            return head.weighted_sum(_rows(inputs), matrix, biases, *chunk_weights)
+        return head.losses(_rows(inputs), matrix, biases, 1 + len(teachers))
 
     kernels = [x.kernel for x in [product, *teacher_products]]
-    results = run_unit(compute_chunks, tensors, kernels)
-    return [tf.reshape(result, label_shape) for result in results]
+    *results, correct = run_unit(compute_chunks, tensors, kernels)
+    if weights is None:
+        results = [tf.reshape(result, label_shape) for result in results]
+    return [*results, tf.reshape(correct, label_shape)]
 
 
-def _losses_with_gradient(product, chunks, chunk_labels, chunk_losses, num_losses, is_trained):
-    """Return a function of inputs, kernel and biases that returns the losses and 0 or 1 per token.
+@dataclasses.dataclass(frozen=True)
+class _ChunkedHead:
+    """Forward and backward pass of a head and its losses, one chunk at a time.
 
     Args:
         product: `HeadProduct` of the logits.
         chunks: `_Chunks` of the labels.
-        chunk_labels: Labels of all chunks.
-        chunk_losses: Function of the index of a chunk, a tensor to wait for, and the logits. It
-            returns `num_losses` tensors.
+        labels: Labels of all chunks.
+        compute: Function of the index of a chunk, a tensor to wait for, and the logits. It returns
+            a list of losses in the shape of the chunk's labels.
         is_trained: Boolean, whether to compute the gradient of the kernel.
     """
 
-    @custom_gradient
-    def losses(inputs, kernel, *biases):
-        x = chunks.split(inputs)
-        weights = tf.cast(kernel, x.dtype)
+    product: HeadProduct
+    chunks: "_Chunks"
+    labels: tf.Tensor
+    compute: Callable
+    is_trained: bool
 
-        def forward(i, sums, done):
-            y = _multiply(_after(x[:, :, i], done), weights, product)
-            logits = product.finish(y, *biases)
-            correct = is_most_likely(logits, chunk_labels[:, :, i])
-            return [*chunk_losses(i, done, logits), correct], sums
+    def losses(self, inputs, kernel, biases, num_losses):
+        """Return `num_losses` losses of each token, and 1 or 0 for correct tokens.
 
-        def gradient(*upstream):
-            chunk_upstream = [chunks.split(dy) for dy in upstream[:-1]]
+        The backward pass computes the logits again.
 
-            def backward(i, sums, done):
+        Args:
+            inputs: Tensor of shape `[b, s, h]`.
+            kernel: Tensor, see `_matrix`.
+            biases: List of tensors of shape `[V']`.
+            num_losses: Number of losses that `compute` returns.
+        """
+
+        @custom_gradient
+        def losses(inputs, kernel, *biases):
+            x = self.chunks.split(inputs)
+            weights = tf.cast(kernel, x.dtype)
+
+            def forward(i, sums, done):
+                logits = self._logits(_after(x[:, :, i], done), weights, biases)
+                correct = is_most_likely(logits, self.labels[:, :, i])
+                return [*self.compute(i, done, logits), correct], sums
+
+            def gradient(*upstream):
+                chunk_upstream = [self.chunks.split(dy) for dy in upstream[:-1]]
+
+                def backward(i, sums, done):
+                    dlosses = [dy[:, :, i] for dy in chunk_upstream]
+                    rows = _after(x[:, :, i], done)
+                    *_, dx, sums = self._backward(i, rows, weights, biases, dlosses, sums, done)
+                    return [dx], sums
+
+                sums = self._zero_sums(kernel, biases)
+                (dx,), sums = _iterate(backward, self.chunks.count, sums, [x.dtype])
+                return self._gradients(dx, sums, kernel, biases)
+
+            dtypes = [_loss_type(x)] * num_losses + ["float32"]
+            results, _ = _iterate(forward, self.chunks.count, [], dtypes)
+            return [self.chunks.join(result) for result in results], gradient
+
+        return losses(inputs, kernel, *biases)
+
+    def weighted_sum(self, inputs, kernel, biases, token_weights):
+        """Return the weighted sum of the loss, and 1 or 0 for correct tokens.
+
+        The gradient of the sum is known except for a factor, so the forward pass computes it as
+        well, and logits are computed only once
+        ([Hsu et al., 2024](https://arxiv.org/abs/2410.10989), "FusedLinearCrossEntropy").
+
+        Args:
+            inputs, kernel, biases: As in `losses`.
+            token_weights: Weights of all chunks, in the labels' shape.
+        """
+
+        @custom_gradient
+        def weighted_sum(inputs, kernel, *biases):
+            x = self.chunks.split(inputs)
+            weights = tf.cast(kernel, x.dtype)
+
+            def both_passes(i, sums, done):
+                dlosses = [token_weights[:, :, i]]
                 rows = _after(x[:, :, i], done)
-                y = _multiply(rows, weights, product)
-                with tf.GradientTape() as tape:
-                    tape.watch([y, *biases])
-                    values = chunk_losses(i, done, product.finish(y, *biases))
-                chunk = [dy[:, :, i] for dy in chunk_upstream]
-                dy, *gradients = tape.gradient(values, [y, *biases], chunk)
-                if is_trained:
-                    factors = (dy, rows) if _is_transposed(product) else (rows, dy)
-                    gradients.append(tf.matmul(*factors, transpose_a=True))
-                sums = [total + tf.cast(x, total.dtype) for total, x in zip(sums, gradients)]
-                return [_multiply(dy, weights, product, is_backward=True)], sums
+                logits, (losses,), dx, sums = self._backward(
+                    i, rows, weights, biases, dlosses, sums, done
+                )
+                return [losses, is_most_likely(logits, self.labels[:, :, i]), dx], sums
 
-            sums = [_zeros(bias) for bias in biases]
-            # The first dimensions have one sum per shard of tokens. They are added up at the end.
-            sums += [_zeros(kernel)[None, None]] if is_trained else []
-            (dx,), sums = _iterate(backward, chunks.count, sums, [x.dtype])
-            dkernel = None
-            if is_trained:
-                total = constrain(tf.reduce_sum(sums.pop(), axis=[0, 1]), (None, "vocab"))
-                dkernel = tf.cast(total, kernel.dtype)
-            biases_gradients = [tf.cast(dy, bias.dtype) for dy, bias in zip(sums, biases)]
-            return chunks.join(dx), dkernel, *biases_gradients
+            sums = self._zero_sums(kernel, biases)
+            dtypes = [_loss_type(x), "float32", x.dtype]
+            results, sums = _iterate(both_passes, self.chunks.count, sums, dtypes)
+            (losses, correct, dx) = results
+            gradients = self._gradients(dx, sums, kernel, biases)
 
-        value_type = "float64" if x.dtype == "float64" else "float32"
-        dtypes = [value_type] * num_losses + ["float32"]
-        results, _ = _iterate(forward, chunks.count, [], dtypes)
-        return [chunks.join(result) for result in results], gradient
+            def gradient(factor, _):
+                return [dy if dy is None else _scale(dy, factor) for dy in gradients]
 
-    return losses
+            total = tf.reduce_sum(losses * token_weights)
+            return [total, self.chunks.join(correct)], gradient
+
+        return weighted_sum(inputs, kernel, *biases)
+
+    def _logits(self, rows, weights, biases):
+        """Return the logits of a chunk of rows."""
+        return self.product.finish(_multiply(rows, weights, self.product), *biases)
+
+    def _backward(self, i, rows, weights, biases, dlosses, sums, done):
+        """Compute the losses of a chunk and their gradients.
+
+        Args:
+            i: Index of the chunk.
+            rows: Inputs of the chunk.
+            weights: Kernel in the type of the rows.
+            biases: List of tensors.
+            dlosses: List of the losses' gradients.
+            sums: List of sums of gradients, see `_zero_sums`.
+            done: Tensor to wait for.
+
+        Returns:
+            A `(logits, losses, dx, sums)` tuple with the gradient of the rows and the new sums.
+        """
+        y = _multiply(rows, weights, self.product)
+        with tf.GradientTape() as tape:
+            tape.watch([y, *biases])
+            logits = self.product.finish(y, *biases)
+            losses = self.compute(i, done, logits)
+        dy, *gradients = tape.gradient(losses, [y, *biases], dlosses)
+        if self.is_trained:
+            factors = (dy, rows) if _is_transposed(self.product) else (rows, dy)
+            gradients.append(tf.matmul(*factors, transpose_a=True))
+        sums = [total + tf.cast(x, total.dtype) for total, x in zip(sums, gradients)]
+        return logits, losses, _multiply(dy, weights, self.product, is_backward=True), sums
+
+    def _zero_sums(self, kernel, biases):
+        """Return zeros to which chunks add their gradients of the biases and the kernel."""
+        sums = [_zeros(bias) for bias in biases]
+        # The first dimensions have one sum per shard of tokens. They are added up at the end.
+        return [*sums, _zeros(kernel)[None, None]] if self.is_trained else sums
+
+    def _gradients(self, dx, sums, kernel, biases):
+        """Return the gradients of inputs, kernel (or `None`) and biases."""
+        dkernel = None
+        if self.is_trained:
+            total = constrain(tf.reduce_sum(sums[-1], axis=[0, 1]), (None, "vocab"))
+            dkernel = tf.cast(total, kernel.dtype)
+        dbiases = [tf.cast(dy, bias.dtype) for dy, bias in zip(sums, biases)]
+        return [self.chunks.join(dx), dkernel, *dbiases]
+
+
+def _loss_type(x):
+    return "float64" if x.dtype == "float64" else "float32"
+
+
+def _scale(dy, factor):
+    """Multiply a gradient by a scalar of a wider type."""
+    return tf.cast(tf.cast(dy, factor.dtype) * factor, dy.dtype)
 
 
 def _rows(inputs):
