@@ -51,7 +51,7 @@ each_generating = parametrize_runs(
 @each_run
 def test_losses_and_weights_match_one_process(run, rank_results):
     ranks, (expected,) = rank_results(run), rank_results(one_process_run(run))
-    assert len(set(expected["losses"])) == len(expected["losses"]) >= SHORT_STEPS
+    assert len(set(expected["losses"])) >= SHORT_STEPS  # The losses vary.
     assert merge_rank_weights(ranks, "final").keys() == weights(expected, "final").keys()
     results = {name: value for rank in reversed(ranks) for name, value in rank.items()}
     results = differences(results, expected, network_name(run))
