@@ -279,7 +279,7 @@ LONG_TESTS = [
     ),
     LongTest(
         "runs/test_folder.py::test_files_of_another_run_are_rejected",
-        "run.json|weights|tokenizer|flipped|cut|numbers",
+        "run.json|weights|flipped|cut|numbers",
         OTHER_CASES,
     ),
     LongTest(

@@ -16,7 +16,6 @@ LAYOUTS = {
 }
 TASKS = "tests.distributed.tasks.optimizer_states"
 RUNS = [f"{TASKS}:{task}/{layout}" for task, names in LAYOUTS.items() for layout in names]
-LONG = [run for run in RUNS if run != f"{TASKS}:rounded/dp2@2x1+shard1"]
 # Sums of gradients differ by rounding errors between layouts. A few moments therefore round to another
 # bfloat16 number, although all layouts compare them with the same random bits.
 TOLERANCES = {"rounded": 1e-4, "rounded_muon": 1e-4, "overwritten": PARITY_LOSS}
@@ -26,7 +25,8 @@ def one_process(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-@parametrize_runs(RUNS, LONG, lambda run: [one_process(run)])
+# trainers/test_stochastic_rounding.py tests shards and resumed runs in one process.
+@parametrize_runs(RUNS, RUNS, lambda run: [one_process(run)])
 def test_losses_match_one_process_and_resume_exactly(run, rank_results):
     (expected,) = rank_results(one_process(run))
     tolerance = TOLERANCES[run.split(":")[1].split("/")[0]]
