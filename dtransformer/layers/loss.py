@@ -82,8 +82,8 @@ class CrossEntropyLoss(Layer):
     ) -> tf.Tensor:
         if _has_labels_first(logits, labels):  # Keras passes labels first.
             return self._keras_losses(logits, labels)
-        values, weights = self.per_token(logits, labels, mask)
-        return tf.math.divide_no_nan(tf.reduce_sum(values * weights), tf.reduce_sum(weights))
+        total, weights = self.weighted_sum(logits, labels, mask)
+        return tf.math.divide_no_nan(total, tf.cast(tf.reduce_sum(weights), total.dtype))
 
     def _keras_losses(self, labels, logits):
         """Return each token's loss with a Keras mask of the weighted tokens."""
@@ -104,11 +104,10 @@ class CrossEntropyLoss(Layer):
     def weighted_sum(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return Σ loss · weight and the weight of each token, in a training step.
+        """Return Σ loss · weight, and the weight of each token.
 
-        Takes the arguments of the call. If logits are computed in chunks, they are computed only
-        once, while the gradient of `per_token` computes them a second time. Subclasses that
-        override `per_token` use it.
+        Takes the arguments of the call. Logits in chunks are computed only once, while the gradient
+        of `per_token` computes them a second time. Subclasses that override `per_token` use it.
         """
         if type(self).per_token is not CrossEntropyLoss.per_token:
             values, weights = self.per_token(logits, labels, mask)

@@ -243,7 +243,7 @@ def _loss_term(loss, labels, outputs, sample_weight, label_counts, is_full_batch
     parts = {}
     if hasattr(loss, "per_token"):
         mask = _compat.get_keras_mask(outputs)
-        if mask is None and trace.is_training_step() and hasattr(loss, "weighted_sum"):
+        if mask is None and hasattr(loss, "weighted_sum"):
             values, weights = loss.weighted_sum(outputs, labels, sample_weight)
         else:
             values, weights = loss.per_token(outputs, labels, sample_weight)

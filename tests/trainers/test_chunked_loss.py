@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import dtransformer
+from dtransformer._compat import get_function_graph
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability
 from dtransformer.limits import MAX_LOGIT_BYTES
@@ -210,8 +211,8 @@ def test_memory_report_counts_logits_of_one_chunk():
     assert memory_of_logits("auto") == memory_of_logits(None)
 
 
-def stored_shapes(chunk_tokens):
-    """Return the shapes of all tensors in the compiled graph of a loss and its gradients."""
+def gradient_graph(chunk_tokens):
+    """Return the graph of the gradient of a loss."""
     network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1, dropout_rate=0.0)
     network.build()
     loss = CrossEntropyLoss(chunk_tokens=chunk_tokens)
@@ -224,7 +225,12 @@ def stored_shapes(chunk_tokens):
         return tape.gradient(value, kernel.value)
 
     batch_of_tensors = map(tf.constant, batch_without_ignored())
-    needed = needed_operations(compute.get_concrete_function(*batch_of_tensors).graph)
+    return compute.get_concrete_function(*batch_of_tensors).graph
+
+
+def stored_shapes(chunk_tokens):
+    """Return the shapes of all tensors in the graph of a loss and its gradients."""
+    needed = needed_operations(gradient_graph(chunk_tokens))
     return {tuple(x.shape) for operation in needed for x in operation.outputs if x.shape}
 
 
@@ -237,6 +243,34 @@ def test_step_does_not_compute_all_logits():
     all_logits = {(ROWS, LENGTH, VOCAB_SIZE), (ROWS * LENGTH, VOCAB_SIZE)}
     assert stored_shapes(None) & all_logits
     assert not stored_shapes(10) & all_logits
+
+
+def test_gradients_do_not_compute_the_logits_again():
+    """One loop has the products of the logits and of both gradients."""
+    needed = needed_operations(gradient_graph(10))
+    (loop,) = [operation for operation in needed if operation.type in ("While", "StatelessWhile")]
+    body = get_function_graph(loop.graph, loop.get_attr("body").name)
+    products = [operation for operation in body.get_operations() if "MatMul" in operation.type]
+    assert len(products) == 3
+
+
+class SquaredLoss(CrossEntropyLoss):
+    """Loss of a subclass that overrides `per_token`."""
+
+    def per_token(self, logits, labels, mask=None):
+        values, weights = super().per_token(logits, labels, mask)
+        return tf.square(values), weights
+
+
+def test_subclasses_may_change_the_loss_of_a_token():
+    network = CausalLM(VOCAB_SIZE, hidden_size=8, num_heads=2, num_layers=1, dropout_rate=0.0)
+    trainer = Trainer(network)
+    trainer.compile("sgd", SquaredLoss(ignore_id=-100, chunk_tokens=10))
+    inputs, labels = batch()
+    values, weights = CrossEntropyLoss(ignore_id=-100).per_token(network(inputs), labels)
+    expected = np.sum(np.square(values) * weights) / np.sum(weights)
+    logs = trainer.train_on_batch(inputs, labels, return_dict=True)
+    np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
 
 
 def test_metrics_read_all_logits_and_warn(chunk_counts):

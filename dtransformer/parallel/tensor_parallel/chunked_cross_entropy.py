@@ -152,17 +152,18 @@ def weighted_nll_sum(
 ) -> tf.Tensor:
     """Return Σ `token_nll(logits, labels, **options)` · weight over all tokens, a scalar.
 
-    Call it in training steps only. In chunks, the forward pass also computes the gradients.
+    If gradients are required, the forward pass of a chunk also computes them.
 
     Args:
         logits, labels, chunk_tokens, **options: As in `head_nll`.
         weights: Float tensor in the labels' shape.
     """
     size = chunk_size(logits, chunk_tokens)
-    _record_bytes(logits, size)
-    if size is None:
-        losses = token_nll(logits, labels, **options)
+    has_gradients = trace.is_training_step() or _compat.is_on_a_tape([logits])
+    if size is None or not has_gradients:
+        losses = head_nll(logits, labels, chunk_tokens, **options)
         return tf.reduce_sum(losses * tf.cast(weights, losses.dtype))
+    _record_bytes(logits, size)
 
     def compute(*chunk):
         return [token_nll(*chunk, **options)]

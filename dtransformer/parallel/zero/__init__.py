@@ -1,1 +1,1 @@
-"""Optimizer sharding: who holds what, and weights that are unsharded for their use."""
+"""Optimizer sharding: partitions of weights, and weights that are all-gathered when they are used."""
