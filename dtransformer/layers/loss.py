@@ -37,8 +37,8 @@ class CrossEntropyLoss(Layer):
             `0.0`.
         chunk_tokens: Integer. Maximum number of tokens whose logits a device computes together, in
             training and evaluation of networks with a `VocabHead` head. Defaults to `"auto"`: at most
-            256 MiB of float32 logits. `None` disables chunks. See "Large vocabularies" in
-            docs/memory.md.
+            256 MiB of float32 logits, or 2,048 tokens if they need more. `None` disables chunks. See
+            "Large vocabularies" in docs/memory.md.
 
     Call arguments:
         logits: Tensor of shape `[N, V]` or `[b, s, V]`.

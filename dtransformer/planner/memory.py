@@ -5,7 +5,7 @@ import typing
 
 import numpy as np
 
-from dtransformer.limits import MAX_LOGIT_BYTES, MIN_BLOCKWISE_SCORES
+from dtransformer.limits import MIN_BLOCKWISE_SCORES, max_chunk_tokens
 from dtransformer.planner.formulas import (
     BlockSizes,
     micro_batches_alive,
@@ -178,7 +178,8 @@ def _stage_memory(model, layouts, parameter_bytes, stage: StageKind, saved, aliv
     totals["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, saved))
     rows = b * model.num_predictions / layouts.context
     # The loss computes large logits in chunks.
-    elements = np.minimum(rows * model.config.vocab_size / t, MAX_LOGIT_BYTES / 4)
+    local_vocab_size = model.config.vocab_size / t
+    elements = np.minimum(rows, max_chunk_tokens(local_vocab_size)) * local_vocab_size
     logits = stage.has_head * elements * (item_bytes + 2 * 4)
     totals["logits"] = (
         logits + stage.has_embedding * alive * b * s * model.config.hidden_size * item_bytes

@@ -15,7 +15,7 @@ import yaml
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.errors import InputError
-from dtransformer.limits import MAX_LOGIT_BYTES
+from dtransformer.limits import MIN_CHUNK_TOKENS
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.config.validators import check_supported
@@ -609,7 +609,7 @@ def test_logits_have_the_size_of_a_chunk(fields):
     model = get_model("llama3_8b", sequence_length=8192)
     logits = cost(model, cluster(8), Job(8, "bfloat16"), config).bytes_by_kind["logits"]
     tokens = 8192 * 8 / 8
-    assert logits == MAX_LOGIT_BYTES / 4 * (2 + 2 * 4) + tokens * 4096 * 2
+    assert logits == MIN_CHUNK_TOKENS * 128256 * (2 + 2 * 4) + tokens * 4096 * 2
 
 
 @pytest.mark.parametrize("level", [0, 1])

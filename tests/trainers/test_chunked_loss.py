@@ -9,7 +9,6 @@ import dtransformer
 from dtransformer._compat import get_function_graph
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability
-from dtransformer.limits import MAX_LOGIT_BYTES
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
@@ -307,7 +306,7 @@ def test_preference_scores_use_chunks_for_large_logits(monkeypatch, chunk_counts
         return [log_p, *tape.gradient(loss, weights)]
 
     expected = compute()
-    monkeypatch.setattr(chunked_cross_entropy, "MAX_LOGIT_BYTES", 4 * VOCAB_SIZE * 10)
+    monkeypatch.setattr(chunked_cross_entropy, "max_chunk_tokens", lambda vocab_size: 10)
     assert_equal(tf.function(compute, autograph=False)(), expected)
     assert chunk_counts == [10]
 
@@ -315,13 +314,15 @@ def test_preference_scores_use_chunks_for_large_logits(monkeypatch, chunk_counts
 @pytest.mark.parametrize(
     ("shape", "vocab_size", "expected"),
     [
-        ([1, 512], 128 * 1024, None),
-        ([1, 513], 128 * 1024, 512),
-        ([None, 8], 128 * 1024, 512),
+        ([1, 8192], 8 * 1024, None),
+        ([1, 8193], 8 * 1024, 8192),
+        ([1, 2048], 128 * 1024, None),
+        ([1, 2049], 128 * 1024, 2048),
+        ([None, 8], 128 * 1024, 2048),
         ([None, 8], 1000, None),
     ],
 )
-def test_auto_limits_float32_logits_to_256_mib(shape, vocab_size, expected):
+def test_auto_limits_float32_logits_to_256_mib_or_2048_tokens(shape, vocab_size, expected):
     with tf.Graph().as_default():
         inputs = tf.compat.v1.placeholder("bfloat16", [*shape, 2])
         logits = tf.compat.v1.placeholder("bfloat16", [*shape, vocab_size])
@@ -329,7 +330,6 @@ def test_auto_limits_float32_logits_to_256_mib(shape, vocab_size, expected):
         chunked_cross_entropy.attach_product(logits, inputs, kernel, [], False, tf.identity)
         assert chunked_cross_entropy.chunk_size(logits) == expected
         assert chunked_cross_entropy.chunk_size(logits, None) is None
-    assert MAX_LOGIT_BYTES == 2**28
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

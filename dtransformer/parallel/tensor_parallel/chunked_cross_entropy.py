@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.limits import MAX_LOGIT_BYTES
+from dtransformer.limits import max_chunk_tokens
 from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient, depend_on
 from dtransformer.parallel.ops.low_rank import get_low_rank
@@ -103,7 +103,8 @@ def head_nll(
         logits: Tensor of shape `[..., V']`, the result of a head.
         labels: Integer tensor of shape `[...]`.
         chunk_tokens: Maximum number of tokens per chunk on a device. `"auto"` (default) limits the
-            float32 logits of a chunk to 256 MiB. `None` disables chunks.
+            float32 logits of a chunk to 256 MiB or 2,048 tokens, whichever is larger. `None`
+            disables chunks.
         **options: Other arguments of `token_nll`.
     """
     nll = functools.partial(token_nll, **options)
@@ -185,7 +186,7 @@ def chunk_size(logits: tf.Tensor, chunk_tokens: int | str | None = "auto") -> in
     shape = _local_shape(logits)
     num_tokens = shape[:-1].num_elements()
     if chunk_tokens == "auto":
-        chunk_tokens = max(1, MAX_LOGIT_BYTES // (4 * shape[-1]))
+        chunk_tokens = int(max_chunk_tokens(shape[-1]))
         num_tokens = _UNKNOWN_SIZE if num_tokens is None else num_tokens
     return chunk_tokens if num_tokens is None or num_tokens > chunk_tokens else None
 
