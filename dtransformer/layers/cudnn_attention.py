@@ -114,8 +114,12 @@ def cudnn_attention(
     @gpu_calls.compiled
     def forward(q, k, v, mask, tables):
         bias, any_visible = mask_and_bias(mask, position_bias(tables))
+        if _is_per_row(any_visible):
+            v = _zero_hidden(any_visible, v)
         context, log_sums = _forward(call, q, k, v, *bias)
-        return _zero_hidden(any_visible, context), log_sums
+        if not _is_per_row(any_visible):
+            context = _zero_hidden(any_visible, context)
+        return context, log_sums
 
     @gpu_calls.compiled
     def backward(q, k, v, log_sums, context, dy, mask, tables):
@@ -123,11 +127,17 @@ def cudnn_attention(
             tape.watch(tables)
             values = position_bias(tables)
         bias, any_visible = mask_and_bias(mask, values)
-        dy = _zero_hidden(any_visible, dy)
-        gradients = _backward(call, q, k, v, log_sums, dy, *bias, context)
+        if _is_per_row(any_visible):
+            v = _zero_hidden(any_visible, v)
+        else:
+            dy = _zero_hidden(any_visible, dy)
+        dq, dk, dv, *dbias = _backward(call, q, k, v, log_sums, dy, *bias, context)
+        if _is_per_row(any_visible):
+            dv = _zero_hidden(any_visible, dv)
+        gradients = [dq, dk, dv]
         if not tables:
             return gradients
-        *gradients, dbias = gradients
+        (dbias,) = dbias
         dvalues = tf.reduce_sum(tf.cast(dbias, values.dtype), axis=0)
         return [*gradients, *tape.gradient(values, tables, dvalues)]
 
@@ -241,8 +251,17 @@ def _mask_and_bias(call, options, mask, position_bias):
     return [constrain(tf.broadcast_to(bias, call.bias), _HEADS_FIRST)], any_visible
 
 
+def _is_per_row(any_visible):
+    """Return whether all queries of a sequence see a key, or none.
+
+    The context of a sequence without visible keys is then 0 because its values are set to 0, which
+    XLA fuses with the computation of the values.
+    """
+    return any_visible is not None and any_visible.shape[1:] == [1, 1, 1]
+
+
 def _zero_hidden(any_visible, x):
-    """Return x `[b, s, n, d]` with zeros for queries that see no key."""
+    """Return x `[b, s, n, d]` with zeros where `any_visible` is False."""
     return x if any_visible is None else tf.where(any_visible, x, tf.zeros([], x.dtype))
 
 

@@ -32,6 +32,10 @@ CASES = {
     "pairs": {"mask": tf.constant(RNG.integers(0, 2, (B, S, S)))},
     "heads": {"mask": tf.constant(RNG.integers(0, 2, (B, N, S, S))), "causal": True},
     "nowhere": {"mask": tf.zeros((B, S), "bool")},
+    "relative, a row without keys": {
+        "bias": "relative",
+        "mask": (SEGMENTS > 0) & tf.constant([[True], [False]]),
+    },
     "soft cap": {"causal": True, "mask": Segments(SEGMENTS, SEGMENTS), "soft_cap": 2.0},
     "relative": {"bias": "relative"},
     "relative causal": {"bias": "relative", "causal": True, "mask": SEGMENTS > 0},
