@@ -2,6 +2,7 @@
 
     make bench-compiled
     python benchmarks/gpu_compiled.py [--networks gpt_355m,...] [--rows 20] [--recompute] [--update]
+        [--model-parallel 2]
 
 TensorFlow exports the module that XLA would compile. XLA from JAX's packages compiles this module, and
 a JAX network of the same sizes, for the GPU. The make target installs these packages in a separate
@@ -11,6 +12,7 @@ for the limits of a roofline.
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -28,14 +30,22 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ",".join(name for name in NETWORKS if name != "tiny")
     parser.add_argument("--networks", default=names, help="names, separated by commas")
-    parser.add_argument("--attention", default="cudnn,reference", help="our implementations")
+    parser.add_argument("--attention", default="cudnn,reference", help="ours, or none")
     parser.add_argument("--jax", default="cudnn,xla", help="JAX's implementations, or none")
     parser.add_argument("--environment", default=".venv-jax", help="see make .venv-jax/ready")
     parser.add_argument("--recompute", action="store_true", help="add runs with recomputed blocks")
     parser.add_argument("--dropout", type=float, default=0.0, help="dropout rate of our network")
     parser.add_argument("--rows", type=int, default=0, help="number of slowest places to print")
     parser.add_argument("--update", action="store_true", help="add the optimizer updates")
-    parser.add_argument("--export", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--model-parallel",
+        type=int,
+        default=1,
+        help="degree of tensor parallelism of our network; adds the program of one device, without "
+        "its all-reduces",
+    )
+    parser.add_argument("--export", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--export-lowered", help=argparse.SUPPRESS)
     parser.add_argument("--export-update", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -69,38 +79,73 @@ def make_network(dropout, kind, attention, blocks, h, n, m, f, length, rows, voc
     return models.CausalLM(vocab_size, **sizes, **options)
 
 
-def export(path, name, attention, recompute, dropout):
+def export(path, name, attention, recompute, dropout, model_parallel):
     """Write the XLA module of a network's loss and gradients, traced as on a GPU."""
     import keras
-    import tensorflow as tf
+    import numpy as np
 
     import dtransformer
-    from dtransformer.layers import CrossEntropyLoss
+    from benchmarks.compiled.mesh_program import lower, start_mesh
     from dtransformer.parallel.ops import gpu_calls
 
     if attention == "cudnn":  # Replace the queries to the GPU.
         gpu_calls.is_on_gpu = gpu_calls.takes_gpu_branch = lambda: True
         gpu_calls._capability = lambda: (9, 0)
     keras.config.set_dtype_policy("mixed_bfloat16")
-    dtransformer.init(dtransformer.TransformerOpParallelConfig(recompute=recompute == "True"))
     sizes = NETWORKS[name]
+    on_mesh = int(model_parallel) > 1
+    if on_mesh:
+        start_mesh(int(model_parallel), recompute == "True")
+    else:
+        dtransformer.init(dtransformer.TransformerOpParallelConfig(recompute=recompute == "True"))
     implementation = "auto" if attention == "cudnn" else attention
     network = make_network(float(dropout), attention=implementation, **sizes)
     network.build()
+
+    def inputs(ids):
+        return {"source": ids, "target": ids} if sizes["kind"] == "t5" else ids
+
+    shape = sizes["rows"], sizes["length"]
+    if on_mesh:
+        ids = np.ones(shape, "int32")
+        pathlib.Path(path).write_bytes(lower(network, inputs(ids), ids))
+        os._exit(0)  # The step may still be running.
+    module = network_module(network, inputs, shape)
+    if attention == "cudnn" and b"__cudnn$fmha" not in module:
+        raise ValueError(f"The module of {name} does not call cuDNN's attention.")
+    pathlib.Path(path).write_bytes(module)
+
+
+def export_lowered(path):
+    """Replace a function that `export` lowered for a mesh by its XLA module."""
+    from benchmarks.compiled.mesh_program import compile_lowered
+
+    path = pathlib.Path(path)
+    path.write_bytes(compile_lowered(path.read_bytes()))
+
+
+def network_module(network, inputs, shape):
+    """Return the serialized XLA module of a network's loss and gradients.
+
+    Args:
+        network: A network.
+        inputs: Function of ids that returns the network's inputs.
+        shape: Shape `(rows, length)` of the ids.
+    """
+    import tensorflow as tf
+
+    from dtransformer.layers import CrossEntropyLoss
+
     loss, values = CrossEntropyLoss(), [v.value for v in network.trainable_variables]
 
     def step(ids, labels):
         with tf.GradientTape() as tape:
-            inputs = {"source": ids, "target": labels} if sizes["kind"] == "t5" else ids
-            value = tf.reduce_mean(loss(network(inputs, training=True), labels))
+            value = loss(network(inputs(ids), training=True), labels)
         return value, tape.gradient(value, values)
 
-    spec = tf.TensorSpec((sizes["rows"], sizes["length"]), "int32")
+    spec = tf.TensorSpec(shape, "int32")
     step = tf.function(step, jit_compile=True, autograph=False)
-    module = step.experimental_get_compiler_ir(spec, spec)(stage="hlo_serialized")
-    if attention == "cudnn" and b"__cudnn$fmha" not in module:
-        raise ValueError(f"The module of {name} does not call cuDNN's attention.")
-    pathlib.Path(path).write_bytes(module)
+    return step.experimental_get_compiler_ir(spec, spec)(stage="hlo_serialized")
 
 
 def export_update(path, name):
@@ -166,6 +211,9 @@ def main():
     if arguments.export:
         export(*arguments.export)
         return
+    if arguments.export_lowered:
+        export_lowered(arguments.export_lowered)
+        return
     if arguments.export_update:
         export_update(*arguments.export_update)
         return
@@ -176,15 +224,22 @@ def main():
     variables = [f"PATH={path}", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"]
     jax = ["env", *variables, str(folder / "bin/python"), "-m", "benchmarks.compiled.by_jax"]
     for name in arguments.networks.split(","):
-        for attention in arguments.attention.split(","):
+        for attention in filter(None, arguments.attention.replace("none", "").split(",")):
             for recompute in (False, True) if arguments.recompute else (False,):
                 description = {"network": name, "by": "ours", "attention": attention}
                 description |= {"recompute": True} if recompute else {}
+                if arguments.model_parallel > 1:
+                    description["model_parallel"] = arguments.model_parallel
                 description |= {"dropout": arguments.dropout} if arguments.dropout else {}
                 out = str(_FOLDER / f"{name}-{attention}-{recompute}.pb")
                 command = [sys.executable, __file__, "--export", out, name, attention]
-                if run([*command, str(recompute), str(arguments.dropout)], description) is None:
+                options = recompute, arguments.dropout, arguments.model_parallel
+                if run([*command, *map(str, options)], description) is None:
                     continue
+                if arguments.model_parallel > 1:
+                    lowered = [sys.executable, __file__, "--export-lowered", out]
+                    if run(lowered, description) is None:
+                        continue
                 memory = run([*jax, "hlo", out], description)
                 if memory is not None:
                     print_summary(

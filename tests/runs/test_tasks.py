@@ -275,7 +275,6 @@ def test_train_accepts_configs_from_new(task, tmp_path):
         ("token_classification", "data.train=labels.jsonl", "expected a list of words"),
         ("reward", "data.packed=true", "data.packed"),
         ("preference", "training.beta=0", "`training.beta` must be greater than 0"),
-        ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
         ("seq2seq", "data.train=labels.jsonl", "`prompt` is missing"),
     ],
 )
@@ -287,6 +286,14 @@ def test_wrong_task_options_are_one_line_errors(name, setting, message, place, c
     error = capsys.readouterr().err.splitlines()[-1]
     assert message in error and error.startswith("dtransformer: ")
     assert not (place / "runs/wrong").exists()
+
+
+def test_embeddings_reject_pipelines_with_micro_batches(place, capsys):
+    path = write_config("embedding", place)
+    fields = ["pipeline_chunks=2", "pipeline_schedule=interleaved", "micro_batch_num=2"]
+    command = ["train", "--config", str(path), "--run", "runs/wrong"]
+    assert main([*command, "--set", *(f"parallel.{field}" for field in fields)]) == 2
+    assert "or micro_batch_num=1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("label", [None, True, 0.5, [], "", "x" * 101])

@@ -426,7 +426,7 @@ class _ChunkedHead:
         """Return zeros to which chunks add their gradients of the biases and the kernel."""
         sums = [_zeros(bias) for bias in biases]
         # The first dimensions have one sum per shard of tokens. They are added up at the end.
-        return [*sums, _zeros(kernel)[None, None]] if self.is_trained else sums
+        return [*sums, _zeros(kernel)[None, None, :, :]] if self.is_trained else sums
 
     def _gradients(self, dx, sums, kernel, biases):
         """Return the gradients of inputs, kernel (or `None`) and biases."""
@@ -514,7 +514,8 @@ def _iterate(body, count, sums, dtypes):
         lambda i, *_: i < count, step, (0, arrays, sums), parallel_iterations=1
     )
     # [n, 1, 1, r, ...] -> [1, 1, n, r, ...]
-    return [tf.squeeze(array.stack(), [1, 2])[None, None] for array in arrays], sums
+    stacked = [tf.squeeze(array.stack(), [1, 2]) for array in arrays]
+    return [tf.expand_dims(tf.expand_dims(x, 0), 0) for x in stacked], sums
 
 
 class _Chunks:

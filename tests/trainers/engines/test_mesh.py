@@ -55,6 +55,26 @@ def test_deep_networks_warn_about_pipeline_chunks_before_compilation():
         losses(make_trainer(network()), steps=1)
 
 
+def losses_of_long_sequences():
+    """Return two losses of a network whose masks and head are too large to become constants."""
+    vocab_size = 2048
+    length = 300
+    keras.utils.set_random_seed(0)
+    options = {"num_heads": 2, "num_layers": 1, "max_length": length, "dropout_rate": 0.0}
+    trainer = Trainer(CausalLM(vocab_size, hidden_size=64, **options))
+    trainer.compile(keras.optimizers.SGD(0.1), layers.CrossEntropyLoss(chunk_tokens=256))
+    ids = np.random.default_rng(0).integers(1, vocab_size, (2, length), "int32")
+    return [trainer.train_on_batch(ids, ids) for _ in range(2)]
+
+
+@on_mesh
+def test_long_sequences_and_large_heads_match_one_process():
+    """TensorFlow folds operations on up to 65,536 elements to constants before DTensor sees them."""
+    expected = losses_of_long_sequences()
+    start()
+    np.testing.assert_allclose(losses_of_long_sequences(), expected, rtol=PARITY_LOSS)
+
+
 @on_mesh
 def test_mixed_precision_on_a_mesh():
     expected = losses(make_trainer(network(dtype="mixed_bfloat16")), steps=2)
