@@ -98,7 +98,7 @@ def first_example():
 
 
 def write_llama(folder):
-    """Write a small Llama with a tokenizer for `prepare`."""
+    """Write a small Llama, whose sizes `quantize` accepts, with a tokenizer for `prepare`."""
     from dtransformer.datasets import SubwordTokenizer
     from dtransformer.models import CausalLM, save_pretrained
 
@@ -106,7 +106,7 @@ def write_llama(folder):
     options = {"positions": "rotary", "norm": "rms_norm", "gated": True, "use_bias": False}
     network = CausalLM(
         tokenizer.vocab_size,
-        hidden_size=16,
+        hidden_size=64,
         num_heads=2,
         num_layers=1,
         hidden_act="silu",
