@@ -97,7 +97,8 @@ class MeshFunction:
     @contextlib.contextmanager
     def _on_mesh(self):
         gradients = trace.with_gradients(self._gradients)
-        with trace.on_mesh(), gradients, recording_block_calls(self.calls):
+        calls = recording_block_calls(self.calls)
+        with trace.on_mesh(), gradients, calls, _compat.explicit_indices():
             yield
 
     def __call__(self, *args):

@@ -75,6 +75,32 @@ def test_long_sequences_and_large_heads_match_one_process():
     np.testing.assert_allclose(losses_of_long_sequences(), expected, rtol=PARITY_LOSS)
 
 
+class Visible(keras.layers.Layer):
+    """Layer that adds a mask, with indices whose dimensions are implicit."""
+
+    def call(self, x):
+        positions = tf.range(x.shape[1])
+        visible = tf.cast(positions[:, None] >= positions, x.dtype)
+        return x + tf.reduce_mean(visible[None] + visible[None, ...], axis=-1)[..., None]
+
+
+def losses_of_implicit_indices():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((300, 8)), keras.layers.Dense(8), Visible()])
+    trainer = Trainer(model)
+    trainer.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.random.default_rng(0).normal(size=(2, 300, 8)).astype("float32")
+    return [trainer.train_on_batch(x, x) for _ in range(2)]
+
+
+@on_mesh
+def test_layers_may_index_with_implicit_dimensions():
+    """DTensor would end the process."""
+    expected = losses_of_implicit_indices()
+    start()
+    np.testing.assert_allclose(losses_of_implicit_indices(), expected, rtol=PARITY_LOSS)
+
+
 @on_mesh
 def test_mixed_precision_on_a_mesh():
     expected = losses(make_trainer(network(dtype="mixed_bfloat16")), steps=2)
