@@ -70,6 +70,10 @@ def test_completed_run_trains_no_more_steps(place):
             "data.train={path: text.txt, target: text.txt}",
             "target has no effect here, only in tasks seq2seq",
         ),
+        (
+            f"data.train=[{{path: {'x' * 300}, weight: 1}}, {{path: text.txt, weight: 1}}]",
+            "is too long",
+        ),
         ("tokenizer.vocab_size=5000", "5000"),
         ("data.mean_span=2.0", "`data.mean_span` has no effect in task causal_lm, only in span_"),
     ],

@@ -1,7 +1,6 @@
 """Base of tasks that train on documents, in rows of equal length."""
 
 import hashlib
-import pathlib
 from typing import ClassVar
 
 import keras
@@ -15,6 +14,7 @@ from dtransformer.datasets.shard_writer import write_token_shards
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.datasets.tokenizer_folder import are_equal, load_tokenizer
 from dtransformer.errors import InputError
+from dtransformer.inputs.files import check_path
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import SHARDS
@@ -192,4 +192,4 @@ class DocumentTask(Task):
 
 
 def _is_prepared(source):
-    return (pathlib.Path(source.path) / MANIFEST).is_file()
+    return (check_path(source.path, "data.train") / MANIFEST).is_file()

@@ -100,6 +100,7 @@ def test_weights_in_another_format_raise_an_error(folder):
         ({"attention_bias": True}, "`attention_bias=true` is not supported"),
         ({"is_causal": False}, "`is_causal=false` is not supported for LlamaForCausalLM"),
         ({"rope_parameters": {"rope_type": "su", "factor": 2.0}}, "'su', expected one of"),
+        ({"num_hidden_layers": 10**9}, "must be at most 10,000, got 1,000,000,000."),
         ({"num_hidden_layers": 2}, "missing model.layers.1.input_layernorm.weight"),
         ({"intermediate_size": 32}, r"gate_proj.weight has shape [24, 16], not [32, 16]"),
         ({"vocab_size": 21}, "embed_tokens.weight has shape [20, 16], not [21, 16]"),

@@ -9,6 +9,8 @@ from dtransformer.errors import InputError
 from dtransformer.layers.rotary import ntk_base
 from dtransformer.models.pretrained.families.keys import head_size, unsupported_argument
 
+_MAX_BLOCKS = 10_000
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 # Keys of a block pattern that are not network arguments.
@@ -159,9 +161,14 @@ class FullAttention:
         """Return `FULL` or `SLIDING` for each block of a config.
 
         Raises:
-            InputError: If `layer_types` has an unsupported kind or a wrong length.
+            InputError: If `layer_types` has an unsupported kind or a wrong length, or if there are
+                too many blocks.
         """
         num_blocks = config["num_hidden_layers"]
+        if num_blocks > _MAX_BLOCKS:
+            raise InputError(
+                f"`num_hidden_layers` must be at most {_MAX_BLOCKS:,}, got {num_blocks:,}."
+            )
         layer_types = config.get("layer_types")
         unsupported = sorted({*(layer_types or ())} - {*self.supported_kinds})
         if unsupported:
