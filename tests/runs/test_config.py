@@ -9,7 +9,6 @@ from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeC
 from dtransformer.runs.automatic import get_run_shape
 from dtransformer.runs.config import RunConfig, load_config, save_config
 from dtransformer.runs.options import SECTIONS
-from dtransformer.runs.tasks import get_task_class
 
 
 def write(tmp_path, text):
@@ -287,8 +286,11 @@ def test_moe_config_accepts_a_mapping(tmp_path):
     assert [kind.has_experts for kind in model.kinds][:2] == [False, True]
 
 
+@pytest.mark.tensorflow
 @pytest.mark.parametrize("task", ["masked_lm", "next_sentence"])
 def test_masked_tasks_compute_logits_at_masked_positions_by_default(task):
+    from dtransformer.runs.tasks import get_task_class
+
     config = RunConfig(task)
     batch_options = get_task_class(config)(config).get_batch_options()
     assert batch_options["all_positions"] is False
