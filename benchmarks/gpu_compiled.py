@@ -50,6 +50,11 @@ def parse_arguments():
     return parser.parse_args()
 
 
+def implementations(text):
+    """Return the names in a list with commas, or no names for `"none"`."""
+    return [] if text == "none" else text.split(",")
+
+
 def make_network(dropout, kind, attention, blocks, h, n, m, f, length, rows, vocab_size):
     """Return our network with sizes from `NETWORKS`."""
     from dtransformer import models
@@ -224,7 +229,7 @@ def main():
     variables = [f"PATH={path}", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"]
     jax = ["env", *variables, str(folder / "bin/python"), "-m", "benchmarks.compiled.by_jax"]
     for name in arguments.networks.split(","):
-        for attention in filter(None, arguments.attention.replace("none", "").split(",")):
+        for attention in implementations(arguments.attention):
             for recompute in (False, True) if arguments.recompute else (False,):
                 description = {"network": name, "by": "ours", "attention": attention}
                 description |= {"recompute": True} if recompute else {}
@@ -248,7 +253,7 @@ def main():
                         arguments.rows,
                         **description,
                     )
-        for attention in filter(None, arguments.jax.replace("none", "").split(",")):
+        for attention in implementations(arguments.jax):
             description = {"network": name, "by": "JAX", "attention": attention}
             out = str(_FOLDER / f"{name}-{attention}-jax.txt")
             memory = run([*jax, "network", name, attention, out], description)

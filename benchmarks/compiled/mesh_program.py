@@ -43,7 +43,7 @@ def lower(network, inputs, labels):
     while True:
         is_alive = step.is_alive()
         new_names = [name for name in _compat.function_names() if name not in existing]
-        for definition in map(_definition, new_names):
+        for definition in map(_compat.function_def, new_names):
             if definition is not None and _is_lowered(definition):
                 return definition.SerializeToString()
         if not is_alive:
@@ -56,13 +56,6 @@ def compile_lowered(serialized):
     """Return the serialized XLA module of a `FunctionDef` from `lower`, without its collectives."""
     definition = function_pb2.FunctionDef.FromString(serialized)
     return _compile(function_def_to_graph(definition))
-
-
-def _definition(name):
-    try:
-        return _compat.function_def(name)
-    except (tf.errors.NotFoundError, ValueError):  # TensorFlow has deleted the function.
-        return None
 
 
 def _is_lowered(definition):

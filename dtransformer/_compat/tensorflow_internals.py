@@ -141,12 +141,11 @@ def function_names() -> list:
 
 
 def function_def(name: str):
-    """Return the `FunctionDef` of a function from `function_names`.
-
-    Raises:
-        ValueError or tf.errors.NotFoundError: If the function no longer exists.
-    """
-    return context.context().get_function_def(name)
+    """Return the `FunctionDef` of a function from `function_names`, or `None` if it was deleted."""
+    try:
+        return context.context().get_function_def(name)
+    except (tf.errors.NotFoundError, ValueError):
+        return None
 
 
 @contextlib.contextmanager

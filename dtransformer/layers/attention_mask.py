@@ -139,7 +139,7 @@ def allowed(mask: tf.Tensor | Segments | None, near: tf.Tensor | None) -> tf.Ten
         `None` if nothing is masked.
     """
     if near is not None:
-        near = near[None, None, :, :]
+        near = near[None, None]
         if isinstance(mask, Segments) and mask.prefix is not None:
             near |= mask.prefix[:, None, None, :]
     if mask is None or near is None:

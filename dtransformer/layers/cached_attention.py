@@ -72,7 +72,7 @@ def sequence_positions(
         mask: Mask, see `MultiHeadAttention`.
         restarts: Boolean, whether positions restart in each packed sequence.
     """
-    positions = tf.range(static_or_dynamic_shape(x)[1])[None, :]
+    positions = tf.range(static_or_dynamic_shape(x)[1])[None]
     if restarts and isinstance(mask, Segments) and not mask.queries.dtype.is_bool:
         return positions - segment_starts(mask.queries)
     return positions
@@ -85,7 +85,7 @@ def prompt_positions(x: tf.Tensor, mask: tf.Tensor | Segments | None, restarts: 
         x, mask: See `sequence_positions`.
         restarts: Boolean, whether positions start after the padding on the left.
     """
-    positions = tf.range(static_or_dynamic_shape(x)[1])[None, :]
+    positions = tf.range(static_or_dynamic_shape(x)[1])[None]
     if restarts and isinstance(mask, Segments):
         return positions - count_tokens(~tf.cast(mask.queries, "bool"))[:, None]
     return positions

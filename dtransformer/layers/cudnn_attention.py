@@ -113,28 +113,20 @@ def cudnn_attention(
     # Operands have the layout [b, s, n, d] in memory, so XLA fuses them with their surroundings.
     @gpu_calls.compiled
     def forward(q, k, v, mask, tables):
-        bias, any_visible = mask_and_bias(mask, position_bias(tables))
-        if _is_per_row(any_visible):
-            v = _zero_hidden(any_visible, v)
-        context, log_sums = _forward(call, q, k, v, *bias)
-        if not _is_per_row(any_visible):
-            context = _zero_hidden(any_visible, context)
-        return context, log_sums
+        bias, visible_rows, visible_queries = mask_and_bias(mask, position_bias(tables))
+        context, log_sums = _forward(call, q, k, _zero_hidden(visible_rows, v), *bias)
+        return _zero_hidden(visible_queries, context), log_sums
 
     @gpu_calls.compiled
     def backward(q, k, v, log_sums, context, dy, mask, tables):
         with tf.GradientTape() as tape:
             tape.watch(tables)
             values = position_bias(tables)
-        bias, any_visible = mask_and_bias(mask, values)
-        if _is_per_row(any_visible):
-            v = _zero_hidden(any_visible, v)
-        else:
-            dy = _zero_hidden(any_visible, dy)
+        bias, visible_rows, visible_queries = mask_and_bias(mask, values)
+        v = _zero_hidden(visible_rows, v)
+        dy = _zero_hidden(visible_queries, dy)
         dq, dk, dv, *dbias = _backward(call, q, k, v, log_sums, dy, *bias, context)
-        if _is_per_row(any_visible):
-            dv = _zero_hidden(any_visible, dv)
-        gradients = [dq, dk, dv]
+        gradients = [dq, dk, _zero_hidden(visible_rows, dv)]
         if not tables:
             return gradients
         (dbias,) = dbias
@@ -229,11 +221,13 @@ def _mask_and_bias(call, options, mask, position_bias):
     """Return a mask and a position bias `[n, s, t]` as a bias of the call.
 
     Returns:
-        A `(biases, any_visible)` tuple: a list of one tensor or an empty list, and a bool tensor
-        `[b, s, n or 1, 1]`, True for queries that see a key. `None` if all do.
+        A `(biases, visible_rows, visible_queries)` tuple: a list of one tensor or an empty list, and
+        bool tensors `[b, 1, 1, 1]` and `[b, s, n or 1, 1]`, True for queries that see a key. At most
+        one of them is not `None`: the first if all queries of a sequence see a key or none of them.
+        Zeroed values then make their context 0, and XLA computes them together with the values.
     """
     if call.bias is None:
-        return [], None
+        return [], None, None
     s, t = call.bias[2:]
     bias = tf.zeros([1, 1, 1, 1], call.dtype)
     if position_bias is not None:
@@ -245,24 +239,18 @@ def _mask_and_bias(call, options, mask, position_bias):
         visible = allowed(mask, near)
     if visible is not None:
         bias = tf.where(visible, bias, tf.constant(call.masked_score, call.dtype))
-    any_visible = None
-    if mask is not None:
-        any_visible = _swap_heads(tf.reduce_any(visible, axis=-1, keepdims=True))
-    return [constrain(tf.broadcast_to(bias, call.bias), _HEADS_FIRST)], any_visible
+    biases = [constrain(tf.broadcast_to(bias, call.bias), _HEADS_FIRST)]
+    if mask is None:
+        return biases, None, None
+    any_visible = _swap_heads(tf.reduce_any(visible, axis=-1, keepdims=True))
+    if any_visible.shape[1:] == [1, 1, 1]:
+        return biases, any_visible, None
+    return biases, None, any_visible
 
 
-def _is_per_row(any_visible):
-    """Return whether all queries of a sequence see a key, or none.
-
-    The context of a sequence without visible keys is then 0 because its values are set to 0, which
-    XLA fuses with the computation of the values.
-    """
-    return any_visible is not None and any_visible.shape[1:] == [1, 1, 1]
-
-
-def _zero_hidden(any_visible, x):
-    """Return x `[b, s, n, d]` with zeros where `any_visible` is False."""
-    return x if any_visible is None else tf.where(any_visible, x, tf.zeros([], x.dtype))
+def _zero_hidden(visible, x):
+    """Return x `[b, s, n, d]` with zeros where `visible` is False."""
+    return x if visible is None else tf.where(visible, x, tf.zeros([], x.dtype))
 
 
 def _swap_heads(x):

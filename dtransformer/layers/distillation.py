@@ -1,7 +1,5 @@
 """Loss of a student that learns from the logits of a frozen teacher."""
 
-import tensorflow as tf
-
 from dtransformer.layers.base import check_rate, register
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel.tensor_parallel.chunked_cross_entropy import head_losses
@@ -56,10 +54,6 @@ class DistillationLoss(CrossEntropyLoss):
         self.temperature = temperature
         self.hard_loss_weight = check_rate("hard_loss_weight", hard_loss_weight)
         self.divergence = divergence
-
-    def _weighted_sum(self, logits, labels, weights, **options):
-        values = self._values(logits, labels, **options)
-        return tf.reduce_sum(values * tf.cast(weights, values.dtype))
 
     def _values(self, logits, labels, **options):
         teacher_logits = getattr(logits, "teacher_logits", None)

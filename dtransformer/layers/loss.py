@@ -107,13 +107,17 @@ class CrossEntropyLoss(Layer):
         """Return Σ loss · weight, and the weight of each token.
 
         Takes the arguments of the call. Logits in chunks are computed only once, while the gradient
-        of `per_token` computes them a second time. Subclasses that override `per_token` use it.
+        of `per_token` computes them a second time. Subclasses with other losses use `per_token`.
         """
-        if type(self).per_token is not CrossEntropyLoss.per_token:
+        own = type(self)
+        if own.per_token != CrossEntropyLoss.per_token or own._values != CrossEntropyLoss._values:
             values, weights = self.per_token(logits, labels, mask)
             return tf.reduce_sum(values * tf.cast(weights, values.dtype)), weights
         labels, weights = self._checked(logits, labels, mask)
-        return self._weighted_sum(logits, labels, weights, **self._options(logits)), weights
+        total = weighted_nll_sum(
+            logits, labels, weights, self.chunk_tokens, **self._options(logits)
+        )
+        return total, weights
 
     def _checked(self, logits, labels, mask):
         """Return int labels `[...]`, 0 instead of `ignore_id`, and their weights."""
@@ -132,10 +136,6 @@ class CrossEntropyLoss(Layer):
             "vocab_size": self.vocab_size or logits.shape[-1],
             "z_loss": self.z_loss,
         }
-
-    def _weighted_sum(self, logits, labels, weights, **options):
-        """Return Σ loss · weight. Takes the arguments of `token_nll`."""
-        return weighted_nll_sum(logits, labels, weights, self.chunk_tokens, **options)
 
     def _values(self, logits, labels, **options):
         """Return the loss of each token. Takes the arguments of `token_nll`."""

@@ -121,9 +121,9 @@ class MoE(FeedForward):
         check_floating("inputs", inputs)
         is_flat = inputs.shape.rank == 2
         if is_flat:
-            mask = None if mask is None else mask[None, :]
+            mask = None if mask is None else mask[None]
         # [batch, length, embed]
-        x = inputs[None, :, :] if is_flat else inputs
+        x = inputs[None] if is_flat else inputs
         groups = TokenGroups(x, self.config)
         sharded_x = x
         x = groups.group_activations(x)

@@ -99,10 +99,10 @@ def mesh_collectives(function_names, calls):
     """
     collectives = []
     for name in function_names:
-        try:
-            nodes_by_name = {n.name: n for n in _compat.function_def(name).node_def}
-        except (tf.errors.NotFoundError, ValueError):  # TensorFlow has deleted the function.
+        definition = _compat.function_def(name)
+        if definition is None:
             continue
+        nodes_by_name = {node.name: node for node in definition.node_def}
         collective_nodes = [
             node
             for node in nodes_by_name.values()

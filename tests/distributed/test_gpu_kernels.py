@@ -71,15 +71,11 @@ def audit(layout):
             "__wrapped"
         ):  # Functions of the input pipeline, and eager ones.
             continue
-        try:
-            nodes = _compat.function_def(name).node_def
-        except (
-            tf.errors.NotFoundError,
-            ValueError,
-        ):  # TensorFlow has deleted the function in the meantime.
+        definition = _compat.function_def(name)
+        if definition is None:  # TensorFlow has deleted the function in the meantime.
             continue
-        waits += host_waits(nodes)
-        for node in nodes:
+        waits += host_waits(definition.node_def)
+        for node in definition.node_def:
             num_nodes += 1
             if node.op not in NO_KERNELS and not has_gpu_kernel(node):
                 types = [types_pb2.DataType.Name(a.type) for a in node.attr.values() if a.type]

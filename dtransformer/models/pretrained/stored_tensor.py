@@ -89,7 +89,7 @@ class StoredTensor:
             flat.append(value.reshape([*([math.prod(rows)] if rows else []), self.groups, -1]))
         joint = np.concatenate(flat, axis=-1)
         joint = joint.reshape([*(rows if self.is_stacked else joint.shape[:-2]), -1])
-        joint = np.expand_dims(joint, 0) if self.is_row else joint
+        joint = joint[None] if self.is_row else joint
         return np.ascontiguousarray(joint.T if self.is_transposed else joint)
 
     def _part_shapes(self, shapes):

@@ -100,8 +100,8 @@ def broadcast_together(tensors: list, root: int, group: Group, name: str) -> lis
 def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors `[...]` as rows `[d, ...]`."""
     if group.size == 1:
-        return tf.expand_dims(x, 0)
-    rows = _move("allgather", tf.expand_dims(x, 0), group, name)
+        return x[None]
+    rows = _move("allgather", x[None], group, name)
     rows.set_shape([group.size, *x.shape])
     return _from_rank_order(rows, group)
 
@@ -123,10 +123,10 @@ def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
 def gather(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors `[...]` as rows `[d, ...]` on the root and `[0, ...]` elsewhere."""
     if group.size == 1:
-        return tf.expand_dims(x, 0)
+        return x[None]
     is_root = group.index == root
     splits = [int(rank == group.ranks[root]) for rank in sorted(group.ranks)]
-    rows, _ = _move("alltoall", tf.expand_dims(x, 0), group, name, splits=splits)
+    rows, _ = _move("alltoall", x[None], group, name, splits=splits)
     rows.set_shape([group.size if is_root else 0, *x.shape])
     return _from_rank_order(rows, group) if is_root else rows
 

@@ -51,7 +51,7 @@ def global_moments(layer, local_moments, inputs, mask):
     if group.size == 1 or trace.is_on_mesh() or not exchanges:
         return mean, variance
     local = tf.stack([_num_values(layer, inputs, mask), mean, variance])
-    gathered = collectives.all_gather(tf.expand_dims(local, 0), group=group)
+    gathered = collectives.all_gather(local[None], group=group)
     counts, means, variances = tf.unstack(gathered, axis=1)
     fractions = tf.math.divide_no_nan(counts, tf.reduce_sum(counts, 0))
     # The moments of a rank without rows are NaN.

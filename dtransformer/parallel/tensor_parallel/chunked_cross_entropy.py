@@ -329,7 +329,8 @@ class _ChunkedHead:
             weights = tf.cast(kernel, x.dtype)
 
             def forward(i, sums, done):
-                logits = self._logits(_after(x[:, :, i], done), weights, biases)
+                y = _multiply(_after(x[:, :, i], done), weights, self.product)
+                logits = self.product.finish(y, *biases)
                 correct = is_most_likely(logits, self.labels[:, :, i])
                 return [*self.compute(i, done, logits), correct], sums
 
@@ -391,10 +392,6 @@ class _ChunkedHead:
 
         return weighted_sum(inputs, kernel, *biases)
 
-    def _logits(self, rows, weights, biases):
-        """Return the logits of a chunk of rows."""
-        return self.product.finish(_multiply(rows, weights, self.product), *biases)
-
     def _backward(self, i, rows, weights, biases, dlosses, sums, done):
         """Compute the losses of a chunk and their gradients.
 
@@ -426,7 +423,7 @@ class _ChunkedHead:
         """Return zeros to which chunks add their gradients of the biases and the kernel."""
         sums = [_zeros(bias) for bias in biases]
         # The first dimensions have one sum per shard of tokens. They are added up at the end.
-        return [*sums, _zeros(kernel)[None, None, :, :]] if self.is_trained else sums
+        return [*sums, _zeros(kernel)[None, None]] if self.is_trained else sums
 
     def _gradients(self, dx, sums, kernel, biases):
         """Return the gradients of inputs, kernel (or `None`) and biases."""
@@ -514,8 +511,7 @@ def _iterate(body, count, sums, dtypes):
         lambda i, *_: i < count, step, (0, arrays, sums), parallel_iterations=1
     )
     # [n, 1, 1, r, ...] -> [1, 1, n, r, ...]
-    stacked = [tf.squeeze(array.stack(), [1, 2]) for array in arrays]
-    return [tf.expand_dims(tf.expand_dims(x, 0), 0) for x in stacked], sums
+    return [tf.squeeze(array.stack(), [1, 2])[None, None] for array in arrays], sums
 
 
 class _Chunks:

@@ -55,6 +55,10 @@ def test_deep_networks_warn_about_pipeline_chunks_before_compilation():
         losses(make_trainer(network()), steps=1)
 
 
+def two_losses(trainer, inputs, labels):
+    return [trainer.train_on_batch(inputs, labels) for _ in range(2)]
+
+
 def losses_of_long_sequences():
     """Return two losses of a network whose masks and head are too large to become constants."""
     vocab_size = 2048
@@ -64,7 +68,7 @@ def losses_of_long_sequences():
     trainer = Trainer(CausalLM(vocab_size, hidden_size=64, **options))
     trainer.compile(keras.optimizers.SGD(0.1), layers.CrossEntropyLoss(chunk_tokens=256))
     ids = np.random.default_rng(0).integers(1, vocab_size, (2, length), "int32")
-    return [trainer.train_on_batch(ids, ids) for _ in range(2)]
+    return two_losses(trainer, ids, ids)
 
 
 @on_mesh
@@ -90,7 +94,7 @@ def losses_of_implicit_indices():
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.SGD(0.1), "mse")
     x = np.random.default_rng(0).normal(size=(2, 300, 8)).astype("float32")
-    return [trainer.train_on_batch(x, x) for _ in range(2)]
+    return two_losses(trainer, x, x)
 
 
 @on_mesh
