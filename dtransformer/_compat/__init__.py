@@ -6,6 +6,7 @@ folders use a private name. It also lists the private methods that subclasses ov
 name of Horovod is used.
 """
 
+from dtransformer._compat.dtensor_operations import *
 from dtransformer._compat.keras_data import *
 from dtransformer._compat.keras_internals import *
 from dtransformer._compat.keras_step import *

@@ -149,38 +149,6 @@ def function_def(name: str):
 
 
 @contextlib.contextmanager
-def explicit_indices():
-    """Context manager that names all dimensions in indices of tensors: `x[None]` is `x[None, :]`.
-
-    For implicit dimensions after `None`, DTensor throws an exception that ends the process.
-    Unnecessary if DTensor supported them.
-    """
-    index_tensor = tf.Tensor.__getitem__
-
-    def index_explicitly(x, index):
-        return index_tensor(x, _with_all_dimensions(index, x.shape.rank))
-
-    tf.Tensor.__getitem__ = index_explicitly
-    try:
-        yield
-    finally:
-        tf.Tensor.__getitem__ = index_tensor
-
-
-def _with_all_dimensions(index, rank):
-    parts = index if isinstance(index, tuple) else (index,)
-    if rank is None or all(part is not None for part in parts):
-        return index
-    named = sum(part is not None and part is not Ellipsis for part in parts)
-    if all(part is not Ellipsis for part in parts):
-        parts = (*parts, Ellipsis)
-    explicit = []
-    for part in parts:
-        explicit += [slice(None)] * (rank - named) if part is Ellipsis else [part]
-    return tuple(explicit)
-
-
-@contextlib.contextmanager
 def collect_graphs():
     """Context manager that yields a list and fills it with optimized graphs on exit.
 

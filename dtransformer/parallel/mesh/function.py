@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
-from dtransformer.parallel.mesh.axis_rules import relayout
+from dtransformer.parallel.mesh.axis_rules import relayout, relayout_with_gradient
 from dtransformer.parallel.mesh.batch import put_replicated
 from dtransformer.parallel.mesh.variable import packed, sharding_specs, unpacked
 from dtransformer.parallel.runtime import job
@@ -98,7 +98,8 @@ class MeshFunction:
     def _on_mesh(self):
         gradients = trace.with_gradients(self._gradients)
         calls = recording_block_calls(self.calls)
-        with trace.on_mesh(), gradients, calls, _compat.explicit_indices():
+        repairs = _compat.repaired_operations(_replicate_with_gradient)
+        with trace.on_mesh(), gradients, calls, repairs:
             yield
 
     def __call__(self, *args):
@@ -145,6 +146,10 @@ class MeshFunction:
             for shard, new_shard in zip(shards, unpacked(variable, value)):
                 shard.assign(new_shard)
         return results
+
+
+def _replicate_with_gradient(x):
+    return relayout_with_gradient(x, (None,) * x.shape.rank)
 
 
 def _unsupported_message(message, graph):

@@ -79,8 +79,8 @@ def test_long_sequences_and_large_heads_match_one_process():
     np.testing.assert_allclose(losses_of_long_sequences(), expected, rtol=PARITY_LOSS)
 
 
-class Visible(keras.layers.Layer):
-    """Layer that adds a mask, with indices whose dimensions are implicit."""
+class ImplicitIndices(keras.layers.Layer):
+    """Layer that adds a mask, with indices that leave out dimensions."""
 
     def call(self, x):
         positions = tf.range(x.shape[1])
@@ -88,21 +88,46 @@ class Visible(keras.layers.Layer):
         return x + tf.reduce_mean(visible[None] + visible[None, ...], axis=-1)[..., None]
 
 
-def losses_of_implicit_indices():
+class ScalarConditions(keras.layers.Layer):
+    def call(self, x):
+        return keras.ops.where(tf.reduce_sum(x) > 0, x, -x) + tf.where(True, x, 2 * x)
+
+
+class NegativeSteps(keras.layers.Layer):
+    def call(self, x):
+        order = tf.cast(tf.argmax(x, axis=-1)[::-1, ::-1], x.dtype)
+        return x + x[::-1, :, ::-1] + order[..., None]
+
+
+class Scatters(keras.layers.Layer):
+    """Layer whose results and gradients are computed by `tf.scatter_nd`."""
+
+    def call(self, x):
+        largest = tf.math.top_k(x, 2).values
+        chosen = tf.gather_nd(x, [[3, 0], [2, 1], [1, 2], [0, 0]])
+        swapped = tf.scatter_nd([[1], [0]], x[:2], x.shape)
+        return x + swapped + chosen[:, None] + tf.reduce_mean(largest, axis=-1, keepdims=True)
+
+
+def losses_with(layer, length):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((300, 8)), keras.layers.Dense(8), Visible()])
-    trainer = Trainer(model)
+    inputs = keras.Input((length, 8), batch_size=4)
+    outputs = layer()(keras.layers.Dense(8)(inputs))
+    trainer = Trainer(keras.Model(inputs, outputs))
     trainer.compile(keras.optimizers.SGD(0.1), "mse")
-    x = np.random.default_rng(0).normal(size=(2, 300, 8)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(4, length, 8)).astype("float32")
     return two_losses(trainer, x, x)
 
 
 @on_mesh
-def test_layers_may_index_with_implicit_dimensions():
-    """DTensor would end the process."""
-    expected = losses_of_implicit_indices()
-    start()
-    np.testing.assert_allclose(losses_of_implicit_indices(), expected, rtol=PARITY_LOSS)
+def test_operations_with_faults_in_dtensor_match_one_process():
+    """DTensor would end the process or compute other numbers, see `_compat.dtensor_operations`."""
+    cases = {ImplicitIndices: 300, ScalarConditions: 3, NegativeSteps: 3, Scatters: 3}
+    expected = {layer: losses_with(layer, length) for layer, length in cases.items()}
+    start(data_parallel=2)
+    for layer, length in cases.items():
+        losses = losses_with(layer, length)
+        np.testing.assert_allclose(losses, expected[layer], PARITY_LOSS, err_msg=layer.__name__)
 
 
 @on_mesh
