@@ -130,7 +130,7 @@ MAX_LINES = 380
 """Lines of code of a file, without docstrings, comments and blank lines."""
 MAX_MEDIAN_LINES = 90
 # Maximum number of code tokens in the package, without docstrings and comments.
-TOKEN_BUDGET = 352_900
+TOKEN_BUDGET = 353_000
 # Nested comprehensions are allowed for lists of lists and dicts, but must stay rare.
 MAX_NESTED_COMPREHENSIONS = 8
 # Long signatures are hard to read. Group related arguments in a config object instead.

@@ -1,10 +1,14 @@
 """Operations that DTensor computes incorrectly or that end the process."""
 
 import contextlib
+import numbers
+import types
 from collections.abc import Callable
 
 import tensorflow as tf
 from tensorflow.python.ops import array_ops
+
+_BASIC_INDICES = numbers.Integral, slice, types.EllipsisType, types.NoneType
 
 
 @contextlib.contextmanager
@@ -16,6 +20,7 @@ def repaired_operations(replicate: Callable):
     - `x[None]` without the other dimensions, and `tf.where` with a scalar condition, end the
       process.
     - With a negative step, as in `x[::-1]`, each device reverses its own shard.
+    - `x[0]` of four or more dimensions has wrong values if the second dimension is sharded.
     - `tf.scatter_nd` shards its result but keeps global indices, so CPUs raise an error and GPUs
       ignore the values. The gradients of `tf.gather_nd`, `tf.math.top_k` and `tf.sort` call it.
 
@@ -28,11 +33,17 @@ def repaired_operations(replicate: Callable):
 
     def index_explicitly(x, index):
         parts = index if isinstance(index, tuple) else (index,)
-        if x.shape.rank is not None and any(part is None for part in parts):
-            index = _with_all_dimensions(parts, x.shape.rank)
-        if any(_is_negative(part) for part in parts):
-            return replicate(index_tensor(replicate(x), index))
-        return index_tensor(x, index)
+        rank = x.shape.rank
+        if rank is None or not all(isinstance(part, _BASIC_INDICES) for part in parts):
+            return index_tensor(x, index)
+        parts, scalars = _explicit_indices(parts, rank)
+        is_reversed = any(_has_negative_step(part) for part in parts)
+        if is_reversed:
+            x = replicate(x)
+        y = index_tensor(x, tuple(parts))
+        if scalars:
+            y = tf.squeeze(y, scalars)
+        return replicate(y) if is_reversed else y
 
     def scatter_replicated(*args, **kwargs):
         return replicate(scatter_nd(*args, **kwargs))
@@ -61,15 +72,23 @@ def _replaced(owner, name, function):
         setattr(owner, name, original)
 
 
-def _is_negative(part):
+def _has_negative_step(part):
     return isinstance(part, slice) and isinstance(part.step, int) and part.step < 0
 
 
-def _with_all_dimensions(parts, rank):
+def _explicit_indices(parts, rank):
+    """Return a list of indices for all dimensions, and the positions in it that must be squeezed."""
     named = sum(part is not None and part is not Ellipsis for part in parts)
-    if all(part is not Ellipsis for part in parts):
+    if Ellipsis not in parts:
         parts = (*parts, Ellipsis)
     explicit = []
+    scalars = []
     for part in parts:
-        explicit += [slice(None)] * (rank - named) if part is Ellipsis else [part]
-    return tuple(explicit)
+        if part is Ellipsis:
+            explicit += [slice(None)] * (rank - named)
+        elif rank >= 4 and isinstance(part, numbers.Integral):
+            scalars.append(len(explicit))
+            explicit.append(slice(part, part + 1 or None))
+        else:
+            explicit.append(part)
+    return explicit, scalars

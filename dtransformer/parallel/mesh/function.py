@@ -18,6 +18,7 @@ from dtransformer.parallel.tracing.shared_blocks import recording_block_calls
 from dtransformer.parallel.weights.sharded_variable import get_local_shards
 
 _OPERATION_PATTERN = re.compile(r"""['"]tf\.(\w+)['"]|(\w+)Op SPMD""")
+_UNEVEN_PATTERN = re.compile(r"dimension size=(\d+) is not divisible by .* dimension=(\d+)")
 _COMPILER_PHRASES = "layout propagation", "SPMD", "dtensor_graph_to_mlir_pass"
 
 
@@ -157,6 +158,13 @@ def _unsupported_message(message, graph):
     match = _OPERATION_PATTERN.search(message)
     if match is None or not any(phrase in message for phrase in _COMPILER_PHRASES):
         return None
+    if uneven := _UNEVEN_PATTERN.search(message):
+        size, shards = uneven.groups()
+        return (
+            f"A layer computes a tensor with a dimension of size {size}, which DTensor cannot split "
+            f"into {shards} shards. Keep all rows of the batch in one tensor, or set "
+            "`model_parallel=1` and use one device per rank."
+        )
     kind = match[1] or match[2]
     names = [operation.name for operation in graph.get_operations() if operation.type == kind]
     name = names[0] if names else "A layer of the network"

@@ -99,6 +99,13 @@ class NegativeSteps(keras.layers.Layer):
         return x + x[::-1, :, ::-1] + order[..., None]
 
 
+class LeadingIndices(keras.layers.Layer):
+    def call(self, x):
+        doubled = tf.stack([x, 2 * x])[-1]
+        with_dimensions = tf.stack([x, x])[None, 0, ..., None]
+        return doubled * with_dimensions[0, ..., 0]
+
+
 class Scatters(keras.layers.Layer):
     """Layer whose results and gradients are computed by `tf.scatter_nd`."""
 
@@ -122,12 +129,30 @@ def losses_with(layer, length):
 @on_mesh
 def test_operations_with_faults_in_dtensor_match_one_process():
     """DTensor would end the process or compute other numbers, see `_compat.dtensor_operations`."""
-    cases = {ImplicitIndices: 300, ScalarConditions: 3, NegativeSteps: 3, Scatters: 3}
+    cases = {
+        ImplicitIndices: 300,
+        ScalarConditions: 3,
+        NegativeSteps: 3,
+        LeadingIndices: 3,
+        Scatters: 3,
+    }
     expected = {layer: losses_with(layer, length) for layer, length in cases.items()}
     start(data_parallel=2)
     for layer, length in cases.items():
         losses = losses_with(layer, length)
         np.testing.assert_allclose(losses, expected[layer], PARITY_LOSS, err_msg=layer.__name__)
+
+
+class PadRows(keras.layers.Layer):
+    def call(self, x):
+        return tf.pad(x, [[1, 0], [0, 0], [0, 0]])[1:]
+
+
+@on_mesh
+def test_rows_that_the_mesh_cannot_split_raise_an_error():
+    start(data_parallel=2)
+    with pytest.raises(ValueError, match="size 5, which DTensor cannot split into 2 shards"):
+        losses_with(PadRows, length=3)
 
 
 @on_mesh
