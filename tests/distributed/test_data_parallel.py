@@ -13,7 +13,8 @@ from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS
 from tests.shared_runs import on_ranks, parametrize_runs
 
 IN_16_BITS = ("gradients_in_16_bits", "all_gradients_in_16_bits")
-NOT_EXACT = ("mixed_float16", "master_weights", *IN_16_BITS)
+# The ranks' rows have another order than in one process, so `dropout` has other masks.
+NOT_EXACT = ("dropout", "mixed_float16", "master_weights", *IN_16_BITS)
 
 
 def two_ranks(name):
