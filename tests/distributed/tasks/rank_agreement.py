@@ -99,7 +99,7 @@ def agreed(folder, layout):
         "all stop": fit(On("on_epoch_end", stop, rank=job.rank(), index=0)),
     }
     if job.size() > 1:
-        folder = pathlib.Path(folder) / layout.name
+        folder = pathlib.Path(folder) / f"agreement-{layout.name}"
 
         def stops():
             return On("on_epoch_end", stop, rank=last, index=0)
