@@ -2,8 +2,8 @@
 
     python benchmarks/mesh_operations.py [--operations cumsum where ...] [--data 2] [--model 2]
 
-For each operation a small model trains three steps on one device and on a mesh, each in a process of
-its own, because DTensor ends the process at some operations. Exits with 1 if an operation computes
+For each operation a small model trains three steps on one device and on a mesh, in separate processes,
+because DTensor ends the process at some operations. Exits with 1 if an operation computes
 other losses or ends the process. An operation that raises an error passes.
 """
 

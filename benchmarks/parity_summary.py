@@ -3,8 +3,8 @@
     DTRANSFORMER_RUNS=FOLDER make test-long
     python benchmarks/parity_summary.py FOLDER [--json]
 
-Reads the runs of the networks in harness/networks.py with at least 20 steps, and compares the losses
-of rank 0 with those of the same network in one process. A run counts for each of its techniques.
+Reads the runs of the networks in harness/networks.py with at least 20 steps. Compares the losses of
+rank 0 and of one process that trained the same network. A run counts for each of its techniques.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import paths  # noqa: F401
 from harness.layouts import ALONE, parse_layout
 from harness.networks import NETWORKS
 from harness.runs import USED, Run
+from harness.training import STEPS
 
-STEPS = 20
 SCHEDULES = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",

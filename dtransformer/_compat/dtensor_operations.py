@@ -13,13 +13,13 @@ _BASIC_INDICES = numbers.Integral, slice, types.EllipsisType, types.NoneType
 
 @contextlib.contextmanager
 def repaired_operations(replicate: Callable):
-    """Context manager in which the operations of layers compute correct results on a mesh.
+    """Context manager that corrects operations of layers on a mesh.
 
-    Unnecessary if DTensor had none of these faults:
+    Unnecessary if DTensor fixed these faults:
 
     - `x[None]` without the other dimensions, and `tf.where` with a scalar condition, end the
       process.
-    - With a negative step, as in `x[::-1]`, each device reverses its own shard.
+    - `x[::-1]` reverses the order within each shard.
     - `x[0]` of four or more dimensions has wrong values if the second dimension is sharded.
     - `tf.scatter_nd` shards its result but keeps global indices, so CPUs raise an error and GPUs
       ignore the values. The gradients of `tf.gather_nd`, `tf.math.top_k` and `tf.sort` call it.
@@ -37,28 +37,29 @@ def repaired_operations(replicate: Callable):
         if rank is None or not all(isinstance(part, _BASIC_INDICES) for part in parts):
             return index_tensor(x, index)
         parts, scalars = _explicit_indices(parts, rank)
-        is_reversed = any(_has_negative_step(part) for part in parts)
-        if is_reversed:
-            x = replicate(x)
+        x = _gather_reversed(x, parts)
         y = index_tensor(x, tuple(parts))
-        if scalars:
-            y = tf.squeeze(y, scalars)
-        return replicate(y) if is_reversed else y
+        return tf.squeeze(y, scalars) if scalars else y
 
     def scatter_replicated(*args, **kwargs):
         return replicate(scatter_nd(*args, **kwargs))
 
     def where_with_dimensions(condition, x=None, y=None, name=None):
-        if x is not None and tf.convert_to_tensor(condition).shape.rank == 0:
+        condition = tf.convert_to_tensor(condition)
+        if x is not None and condition.shape.rank == 0:
             condition = tf.reshape(condition, [1])
         return where(condition, x, y, name)
 
+    replacements = [
+        (tf.Tensor, "__getitem__", index_explicitly),
+        (tf, "scatter_nd", scatter_replicated),
+        (array_ops, "scatter_nd", scatter_replicated),
+        (tf, "where", where_with_dimensions),
+        (array_ops, "where_v2", where_with_dimensions),
+    ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(tf.Tensor, "__getitem__", index_explicitly))
-        for module, name in ((tf, "where"), (array_ops, "where_v2")):
-            stack.enter_context(_replaced(module, name, where_with_dimensions))
-        for module in (tf, array_ops):
-            stack.enter_context(_replaced(module, "scatter_nd", scatter_replicated))
+        for replacement in replacements:
+            stack.enter_context(_replaced(*replacement))
         yield
 
 
@@ -72,12 +73,23 @@ def _replaced(owner, name, function):
         setattr(owner, name, original)
 
 
-def _has_negative_step(part):
-    return isinstance(part, slice) and isinstance(part.step, int) and part.step < 0
+def _gather_reversed(x, parts):
+    """Gather the dimensions of a tensor whose slices have a negative step.
+
+    The parts of these dimensions become full slices.
+    """
+    dimensions = [i for i, part in enumerate(parts) if part is not None]
+    for axis, i in enumerate(dimensions):
+        step = getattr(parts[i], "step", None)
+        if isinstance(step, numbers.Integral) and step < 0:
+            positions = range(x.shape[axis])[parts[i]]
+            x = tf.gather(x, positions, axis=axis)
+            parts[i] = slice(None)
+    return x
 
 
 def _explicit_indices(parts, rank):
-    """Return a list of indices for all dimensions, and the positions in it that must be squeezed."""
+    """Return indices of all dimensions as a list, and the positions in it to squeeze."""
     named = sum(part is not None and part is not Ellipsis for part in parts)
     if Ellipsis not in parts:
         parts = (*parts, Ellipsis)

@@ -222,9 +222,9 @@ def _mask_and_bias(call, options, mask, position_bias):
 
     Returns:
         A `(biases, visible_rows, visible_queries)` tuple: a list of one tensor or an empty list, and
-        bool tensors `[b, 1, 1, 1]` and `[b, s, n or 1, 1]`, True for queries that see a key. At most
-        one of them is not `None`: the first if all queries of a sequence see a key or none of them.
-        Zeroed values then make their context 0, and XLA computes them together with the values.
+        bool tensors `[b, 1, 1, 1]` and `[b, s, n or 1, 1]`, True for queries that see a key. One or
+        both are `None`. The first is given if either all queries of a sequence see a key or no query
+        does. Zeroed values then make their context 0, and XLA computes them together with the values.
     """
     if call.bias is None:
         return [], None, None

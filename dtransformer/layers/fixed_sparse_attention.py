@@ -238,9 +238,8 @@ class FixedSparseAttention(StreamLayer):
         query_windows = np.repeat(windows, self.pattern.window)
         global_windows = np.repeat(range(windows[-1]), self.pattern.global_size)
         near = np.tril(query_windows[:, None] == query_windows)
-        pattern = np.concatenate([query_windows[:, None] > global_windows, near], axis=1)[
-            None, None
-        ]
+        pattern = np.concatenate([query_windows[:, None] > global_windows, near], axis=1)
+        pattern = pattern[None, None]
         if mask is None:
             return tf.constant(pattern)
         visible_keys = _slice_mask(mask, rows, rows)

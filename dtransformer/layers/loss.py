@@ -109,8 +109,8 @@ class CrossEntropyLoss(Layer):
         Takes the arguments of the call. Logits in chunks are computed only once, while the gradient
         of `per_token` computes them a second time. Subclasses with other losses use `per_token`.
         """
-        own = type(self)
-        if own.per_token != CrossEntropyLoss.per_token or own._values != CrossEntropyLoss._values:
+        kind = type(self)
+        if kind.per_token != CrossEntropyLoss.per_token or kind._values != CrossEntropyLoss._values:
             values, weights = self.per_token(logits, labels, mask)
             return tf.reduce_sum(values * tf.cast(weights, values.dtype)), weights
         labels, weights = self._checked(logits, labels, mask)

@@ -27,7 +27,7 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 @register
 class MoE(FeedForward):
-    """Mixture of experts: several feed-forward layers, a few of which compute each token.
+    """Mixture of experts: several feed-forward layers. A few of them compute each token.
 
     A router chooses k of E experts for each token. The output is the sum of their outputs, weighted
     by the router's gates. An expert accepts ⌈k · n · capacity_factor / E⌉ tokens from a group of n.

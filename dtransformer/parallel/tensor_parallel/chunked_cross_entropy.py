@@ -103,7 +103,7 @@ def head_nll(
         logits: Tensor of shape `[..., V']`, the result of a head.
         labels: Integer tensor of shape `[...]`.
         chunk_tokens: Maximum number of tokens per chunk on a device. `"auto"` (default) limits the
-            float32 logits of a chunk to 256 MiB or 2,048 tokens, whichever is larger. `None`
+            float32 logits of a chunk to the larger of 256 MiB and 2,048 tokens. `None`
             disables chunks.
         **options: Other arguments of `token_nll`.
     """
@@ -420,7 +420,7 @@ class _ChunkedHead:
         return logits, losses, _multiply(dy, weights, self.product, is_backward=True), sums
 
     def _zero_sums(self, kernel, biases):
-        """Return zeros to which chunks add their gradients of the biases and the kernel."""
+        """Return zeros for the sums of the chunks' gradients of the biases and the kernel."""
         sums = [_zeros(bias) for bias in biases]
         # The first dimensions have one sum per shard of tokens. They are added up at the end.
         return [*sums, _zeros(kernel)[None, None]] if self.is_trained else sums

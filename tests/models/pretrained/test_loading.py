@@ -60,7 +60,7 @@ def check_loading(folder, expected, dtype="bfloat16"):
     shards = [(math.prod(x.shape), x.value.dtype.size) for x in get_local_shards(network.weights)]
     shard_bytes = sum(count * size for count, size in shards)
     largest_bytes = VOCAB_SIZE * LLAMA["hidden_size"] * shards[0][1]
-    keras_objects = 2 * 2**20  # Keras layers, including the copy that provides shapes.
+    keras_objects = 7 * 2**18  # Keras layers, including the copy that provides shapes.
     assert peak < shard_bytes + 1.1 * largest_bytes + keras_objects, (
         peak,
         shard_bytes,
